@@ -103,7 +103,9 @@ class ForeignArena(ArenaError):
 class PayloadError(ShmrlError):
     """Arrays that cannot be right: names field, position and value."""
 
-    def __init__(self, message: str, *, field: str | None = None, position: object = None, value: object = None) -> None:
+    def __init__(
+        self, message: str, *, field: str | None = None, position: object = None, value: object = None
+    ) -> None:
         self.field, self.position, self.value = field, position, value
         super().__init__(message)
 

@@ -1,0 +1,39 @@
+"""The configuration: one tree for a run, one small tree for an env server, and how both are read.
+
+Every process reads its resolved file with `load_run` / `load_env_server`; only the launcher writes them. A key that is
+not here is an error; a key that is here does something.
+"""
+
+from shmrl.config.load import dump_toml, env_server_from, load_env_server, load_run, read_layers
+from shmrl.config.tree import (
+    ArenaConfig,
+    EnvServerConfig,
+    EvalSource,
+    Loss,
+    ModelConfig,
+    RunTree,
+    Sampling,
+    ServeConfig,
+    TinyModel,
+    TrainSource,
+)
+from shmrl.config.units import parse_bytes
+
+__all__ = [
+    "ArenaConfig",
+    "EnvServerConfig",
+    "EvalSource",
+    "Loss",
+    "ModelConfig",
+    "RunTree",
+    "Sampling",
+    "ServeConfig",
+    "TinyModel",
+    "TrainSource",
+    "dump_toml",
+    "env_server_from",
+    "load_env_server",
+    "load_run",
+    "parse_bytes",
+    "read_layers",
+]

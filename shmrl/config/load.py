@@ -1,0 +1,172 @@
+"""Reading the configuration: files in order, then flags, one validation, every fault at once.
+
+Flags are merged as TOML values before validation (`--orchestrator.train.source.0.sampling.top-p 0.9`), so a flag and a
+file line mean the same. Called by the CLI in every process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from shmrl.config.tree import EnvServerConfig, RunTree
+from shmrl.errors import ConfigError
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def read_layers(files: Sequence[Path], flags: Mapping[str, str] | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+    """The merged tree of files and flags, and where each dotted key came from. ConfigError names unreadable files."""
+    tree: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for file in files:
+        try:
+            layer = tomllib.loads(file.read_text())
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: {error}") from None
+        _merge(tree, layer, str(file), "", origin)
+    for key, raw in (flags or {}).items():
+        _set(tree, key, _flag_value(raw), origin)
+    return tree, origin
+
+
+def _merge(into: dict[str, Any], layer: dict[str, Any], file: str, prefix: str, origin: dict[str, str]) -> None:
+    for key, value in layer.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value, file, f"{dotted}.", origin)
+        else:
+            into[key] = value
+            origin[dotted] = file
+
+
+def _flag_value(raw: str) -> Any:
+    """A flag's text as a TOML value; bare words are strings."""
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw
+
+
+def _set(tree: dict[str, Any], dotted: str, value: Any, origin: dict[str, str]) -> None:
+    """Put one flag into the tree; missing tables are made, lists are addressed by index."""
+    *path, last = (part.replace("-", "_") for part in dotted.split("."))
+    where: Any = tree
+    for depth, part in enumerate(path):
+        if isinstance(where, dict):
+            where = where.setdefault(part, {})
+        else:
+            where = where[_index(where, part, path[:depth], dotted)]
+    if isinstance(where, dict):
+        where[last] = value
+    else:
+        where[_index(where, last, path, dotted)] = value
+    origin[".".join([*path, last])] = f"--{dotted}"
+
+
+def _index(where: Any, part: str, path: list[str], dotted: str) -> int:
+    """The list index a flag names, or an error that says what is there instead."""
+    if not isinstance(where, list):
+        raise ConfigError(f"--{dotted}: {'.'.join(path)} is a value, not a table")
+    if not part.isdigit() or int(part) >= len(where):
+        raise ConfigError(f"--{dotted}: {'.'.join(path)} has {len(where)} items, no {part!r}")
+    return int(part)
+
+
+def load_run(files: Sequence[Path], flags: Mapping[str, str] | None = None) -> RunTree:
+    """The validated run; ConfigError lists every fault with file, dotted key, value and a suggestion."""
+    tree, origin = read_layers(files, flags)
+    run = tree.setdefault("run", {})
+    if isinstance(run, dict) and "name" in run and "output_dir" not in run:
+        run["output_dir"] = f"runs/{run['name']}"
+    return _validate(RunTree, tree, origin)
+
+
+def load_env_server(files: Sequence[Path], flags: Mapping[str, str] | None = None) -> EnvServerConfig:
+    """The validated env server; same errors as `load_run`."""
+    tree, origin = read_layers(files, flags)
+    serve = tree.setdefault("serve", {})
+    if isinstance(serve, dict):
+        serve.setdefault("address", "tcp://127.0.0.1:5000")
+    return _validate(EnvServerConfig, tree, origin)
+
+
+def env_server_from(tree: RunTree, index: int) -> EnvServerConfig:
+    """The env server's own file for source `index` of a run: what the launcher writes to configs/envs/."""
+    split, source = tree.sources[index]
+    serve = source.serve.model_copy(update={"address": tree.env_address(index)})
+    return EnvServerConfig(name=source.name, split=split, env=source.env, serve=serve, arena=tree.arena, log=tree.log)
+
+
+def _validate(model: type[T], tree: dict[str, Any], origin: dict[str, str]) -> T:
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError([_line(model, item, origin) for item in error.errors()]) from None
+
+
+def _line(model: type[BaseModel], item: Any, origin: dict[str, str]) -> str:
+    """One fault as `file: dotted.key = value: what is wrong`."""
+    path = [str(part) for part in item["loc"]]
+    dotted = ".".join(path)
+    source = next((origin[key] for n in range(len(path), 0, -1) if (key := ".".join(path[:n])) in origin), "")
+    if item["type"] == "extra_forbidden":
+        return _join(source, f"{dotted} = {item['input']!r}", "unknown key" + _did_you_mean(model, path))
+    if item["type"] == "missing":
+        return _join(source, dotted, "missing")
+    message = item["msg"].removeprefix("Value error, ")
+    shown = dotted if isinstance(item["input"], (dict, list)) else f"{dotted} = {item['input']!r}"
+    return _join(source, shown, message)
+
+
+def _join(*parts: str) -> str:
+    return ": ".join(part for part in parts if part)
+
+
+def _did_you_mean(model: type[BaseModel], path: list[str]) -> str:
+    """A suggestion among the keys of the table that the unknown key stands in."""
+    known = _keys_at(model, path[:-1])
+    close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(known)}" if known else ""
+
+
+def _keys_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    table: Any = model
+    for part in path:
+        if part.isdigit():
+            continue
+        info = table.model_fields.get(part)
+        table = _table_of(info.annotation) if info is not None else None
+        if table is None:
+            return []
+    return [info.alias or name for name, info in table.model_fields.items()]
+
+
+def _table_of(annotation: Any) -> type[BaseModel] | None:
+    """The table class inside Optional / list / Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _table_of(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def dump_toml(table: BaseModel) -> str:
+    """The table as TOML text that `load_*` reads back to an equal tree; absent values are left out."""
+    return tomli_w.dumps(_plain(table.model_dump(mode="json", by_alias=True)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value

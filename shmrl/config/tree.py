@@ -1,0 +1,457 @@
+"""The shape of the configuration, as pydantic models: names, defaults, ranges and the rules between keys.
+
+`RunTree` is what `shmrl run` and every role but the env server reads; `EnvServerConfig` is what `shmrl env-server`
+reads. What needs the machine (ports, shared memory, a checkpoint's config.json, env ids) is checked by the launcher's
+preflight; everything here is arithmetic on the file alone. Runs in every process; imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shmrl.config.units import parse_bytes
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class Table(BaseModel):
+    """One TOML table: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Run(Table):
+    """`[run]`: what this run is called, where it writes, how long it goes."""
+
+    name: Name = "run"
+    output_dir: Path = Path("runs/run")
+    seed: Count = 0
+    max_steps: Positive = 100
+
+
+class Log(Table):
+    """`[log]`: level of every process's log, and JSON lines instead of text."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    json_lines: bool = Field(False, alias="json")
+
+
+class TinyModel(Table):
+    """`[model.tiny]`: the shape of a Qwen3-MoE with random weights, made on the spot with a byte-level tokenizer."""
+
+    layers: Positive = 4
+    hidden: Positive = 64
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    head_dim: Positive = 16
+    experts: Annotated[int, Field(ge=2)] = 8
+    top_k: Positive = 2
+    moe_intermediate: Positive = 64
+    vocab: Annotated[int, Field(ge=261)] = 264
+    max_positions: Positive = 1024
+    initializer_range: Annotated[float, Field(gt=0)] = 0.05
+
+    @model_validator(mode="after")
+    def _shape(self) -> TinyModel:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k = {self.top_k} of {self.experts} experts")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
+        return self
+
+
+class ModelConfig(Table):
+    """`[model]`: a checkpoint directory (`path`) or the shape of a model made on the spot (`tiny`)."""
+
+    name: Name = "policy"
+    path: Path | None = None
+    tiny: TinyModel | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelConfig:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give exactly one of model.path and [model.tiny]")
+        return self
+
+
+class Warmup(Table):
+    """`[warmup]`: supervised steps on the environments' own demonstrations, before version 0 is published."""
+
+    steps: Count = 0
+    lr: Annotated[float, Field(gt=0)] = 3e-3
+    batch_size: Positive = 64
+
+
+class ArenaConfig(Table):
+    """`[arena]`: the pool of shared memory. `address` and `token_file` are written by `run` or by `shmrl node`."""
+
+    address: str | None = None
+    token_file: Path | None = None
+    capacity: int | str | None = None
+    backing: Literal["shm"] = "shm"
+    on_full: Literal["block", "raise"] = "block"
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    verify: bool = False
+    preallocate: bool = False
+    orphan_ttl_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="after")
+    def _capacity(self) -> ArenaConfig:
+        if self.capacity is not None and parse_bytes(self.capacity) < 1 << 20:
+            raise ValueError(f"capacity = {self.capacity!r} is below 1MiB")
+        return self
+
+
+class Inference(Table):
+    """`[inference]`: the engine that shmrl starts, or `urls` of engines that someone else runs."""
+
+    backend: Literal["embedded"] = "embedded"
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    urls: list[str] = []
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    max_model_len: Positive = 1024
+    max_num_seqs: Positive = 64
+    max_logprobs: Positive = 64
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
+    update_mode: Literal["wait", "keep", "abort"] = "keep"
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Where the engines answer: `urls`, else the one started here."""
+        return self.urls or [f"http://{self.host}:{self.port}"]
+
+
+class Sampling(Table):
+    """`sampling`: how a source's tokens are drawn. Truncated sampling needs top_k, which bounds its masks."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    max_tokens: Positive = 128
+
+    @property
+    def truncated(self) -> bool:
+        """True when some ids can be excluded, so that every sampled token needs its kept set."""
+        return self.top_p < 1 or self.min_p > 0 or self.top_k > 0
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Sampling:
+        if self.top_k == 0 or self.top_k < -1:
+            raise ValueError(f"top_k = {self.top_k}: use -1 for no limit, or a positive number")
+        if (self.top_p < 1 or self.min_p > 0) and self.top_k < 1:
+            raise ValueError(
+                f"truncated sampling (top_p = {self.top_p}, min_p = {self.min_p}) without top_k: the sampler's kept "
+                "set would have no bound; set top_k (for example 64)"
+            )
+        return self
+
+
+class EnvSpec(Table):
+    """`env`: which environment, by bundled name or `module:attribute`, and its own arguments."""
+
+    id: str
+    args: dict[str, Any] = {}
+    max_turns: Positive | None = None
+
+
+class StaticPool(Table):
+    """`serve.pool`: a fixed number of worker processes."""
+
+    kind: Literal["static"] = "static"
+    workers: Positive = 1
+
+
+class ServeConfig(Table):
+    """`[serve]`: how one environment is hosted. A source's address is derived unless it is given."""
+
+    address: str | None = None
+    pool: StaticPool = StaticPool()
+    max_concurrent: Positive = 1024
+    request_timeout_s: Annotated[float, Field(ge=0)] = 300.0
+    restart_budget: Count = 5
+
+
+class Source(Table):
+    """What train and eval sources share."""
+
+    name: Name
+    env: EnvSpec
+    sampling: Sampling = Sampling()
+    serve: ServeConfig = ServeConfig()
+
+
+class TrainSource(Source):
+    """`[[orchestrator.train.source]]`: episodes to learn from; `ratio` weighs sources against each other."""
+
+    ratio: Annotated[float, Field(gt=0)] = 1.0
+    group_size: Positive | None = None
+
+
+class EvalSource(Source):
+    """`[[orchestrator.eval.source]]`: every `interval` steps (and before the first and after the last), n examples."""
+
+    interval: Positive = 10
+    num_examples: Positive = 64
+    rollouts_per_example: Positive = 1
+
+
+class TrainSources(Table):
+    source: Annotated[list[TrainSource], Field(min_length=1)]
+
+
+class EvalSources(Table):
+    source: list[EvalSource] = []
+
+
+class Filters(Table):
+    """`[orchestrator.filters]`: which groups are not worth a gradient."""
+
+    zero_advantage: bool = True
+
+
+class Advantage(Table):
+    """`[orchestrator.advantage]`: GRPO's group mean with options, or `custom` by import path `module:function`."""
+
+    kind: Literal["grpo", "custom"] = "grpo"
+    std: bool = False
+    leave_one_out: bool = False
+    length_penalty: Annotated[float, Field(ge=0)] = 0.0
+    path: str | None = None
+
+    @model_validator(mode="after")
+    def _custom(self) -> Advantage:
+        if (self.kind == "custom") != (self.path is not None):
+            raise ValueError("advantage.path belongs to kind = 'custom', and only there")
+        return self
+
+
+class Orchestrator(Table):
+    """`[orchestrator]`: batches, concurrency, staleness, sources. batch_size counts episodes per step."""
+
+    batch_size: Positive | None = None
+    token_batch_size: Positive | None = None
+    group_size: Positive = 8
+    seq_len: Positive = 1024
+    max_inflight: Positive | None = None
+    max_off_policy_steps: Count = 1
+    env_server_base_port: Port = 5000
+    connect_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    filters: Filters = Filters()
+    advantage: Advantage = Advantage()
+    train: TrainSources
+    eval: EvalSources = EvalSources()
+
+    @property
+    def inflight(self) -> int:
+        """Permits for episodes: max_inflight, else one batch ahead of the one being collected."""
+        return self.max_inflight or 2 * (self.batch_size or 64 * self.group_size)
+
+    @model_validator(mode="after")
+    def _batches(self) -> Orchestrator:
+        problems = []
+        if (self.batch_size is None) == (self.token_batch_size is None):
+            problems.append("give exactly one of batch_size and token_batch_size")
+        for source in self.train.source:
+            size = source.group_size or self.group_size
+            if self.batch_size and self.batch_size % size:
+                problems.append(
+                    f"batch_size = {self.batch_size} is not a multiple of {source.name}'s group_size = {size}"
+                )
+            if size > self.inflight:
+                problems.append(f"{source.name}'s group_size = {size} exceeds max_inflight = {self.inflight}")
+        names = [source.name for source in (*self.train.source, *self.eval.source)]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            problems.append(f"two sources are called {name!r}; names must differ across train and eval")
+        if self.env_server_base_port + len(names) - 1 > 65535:
+            problems.append(
+                f"env_server_base_port = {self.env_server_base_port} leaves no room for {len(names)} servers"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+class Loss(Table):
+    """`[trainer.loss]`: icepop drops ratios outside [alpha, beta]; cispo, ppo clip at 1 - clip_low, 1 + clip_high."""
+
+    kind: Literal["icepop", "cispo", "ppo", "custom"] = "icepop"
+    alpha: Annotated[float, Field(gt=0)] = 0.2
+    beta: Annotated[float, Field(gt=0)] = 5.0
+    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    score_centering: bool = False
+    path: str | None = None
+    args: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _custom(self) -> Loss:
+        if (self.kind == "custom") != (self.path is not None):
+            raise ValueError("loss.path (module:function) belongs to kind = 'custom', and only there")
+        if self.alpha > self.beta:
+            raise ValueError(f"alpha = {self.alpha} exceeds beta = {self.beta}")
+        return self
+
+
+class Optimizer(Table):
+    """`[trainer.optimizer]`: AdamW."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Scheduler(Table):
+    """`[trainer.scheduler]`: learning rate over steps; warmup_steps rise linearly, then constant / linear / cosine."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class Checkpoint(Table):
+    """`[trainer.checkpoint]`: every `interval` steps (0 = only at the end); keep the last n and every k-th."""
+
+    interval: Count = 0
+    keep_last: Positive = 2
+    keep_every: Count = 0
+
+
+class Trainer(Table):
+    """`[trainer]`: ranks, precision, what is replayed, loss, optimizer. `head` is the captured top-k head's width."""
+
+    ranks: Positive = 1
+    device: str = "cpu"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    fsdp: bool = False
+    compile: bool = False
+    activation_checkpointing: bool = False
+    router_replay: bool = True
+    sampling_replay: bool = True
+    head: Count = 0
+    pad_to_multiple_of: Positive = 1
+    logprob_chunk: Positive = 1024
+    keep_weights: Positive = 3
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+    scheduler: Scheduler = Scheduler()
+    checkpoint: Checkpoint = Checkpoint()
+
+    @model_validator(mode="after")
+    def _centering(self) -> Trainer:
+        if self.loss.score_centering and not self.head:
+            raise ValueError("loss.score_centering needs the sampler's head: set trainer.head (for example 16)")
+        return self
+
+
+class Monitor(Table):
+    """`[monitor]`: a line per step on the terminal, and how many rollouts per step go to rollouts/ with their text."""
+
+    console: bool = True
+    rollouts: Count = 4
+
+
+class RunTree(Table):
+    """The whole run. Resolved copies of it lie under `<output_dir>/configs/`."""
+
+    run: Run = Run()
+    log: Log = Log()
+    model: ModelConfig
+    warmup: Warmup = Warmup()
+    arena: ArenaConfig = ArenaConfig()
+    inference: Inference = Inference()
+    orchestrator: Orchestrator
+    trainer: Trainer = Trainer()
+    monitor: Monitor = Monitor()
+
+    # --- derived: the same in every process, because it depends on the file alone ------------------------------------
+
+    @property
+    def sources(self) -> list[tuple[Literal["train", "eval"], TrainSource | EvalSource]]:
+        """(split, source) in config order, train first: the order of the derived ports."""
+        train = [("train", source) for source in self.orchestrator.train.source]
+        return [*train, *[("eval", source) for source in self.orchestrator.eval.source]]  # type: ignore[list-item]
+
+    def env_address(self, index: int) -> str:
+        """Address of source `index`: its own `serve.address`, else loopback at env_server_base_port + index."""
+        given = self.sources[index][1].serve.address
+        return given or f"tcp://127.0.0.1:{self.orchestrator.env_server_base_port + index}"
+
+    @property
+    def socket_dir(self) -> Path:
+        """Short node-local directory for this run's ipc sockets and token, one per uid and output directory."""
+        key = hashlib.blake2s(str(self.run.output_dir.resolve()).encode(), digest_size=6).hexdigest()
+        return Path(tempfile.gettempdir()) / f"shmrl-{os.getuid()}" / key
+
+    @property
+    def trainer_address(self) -> str:
+        """Where the orchestrator binds for the trainer's ranks."""
+        return f"ipc://{self.socket_dir}/trainer.sock"
+
+    @property
+    def initial_weights(self) -> Path:
+        """Directory of version 0: the checkpoint, or the one made on the spot."""
+        return self.model.path or self.weights_dir(0)
+
+    def weights_dir(self, version: int) -> Path:
+        """Directory of one published policy version (Hugging Face layout, safetensors)."""
+        return self.run.output_dir / "weights" / f"step_{version}"
+
+    @property
+    def captured(self) -> tuple[str, ...]:
+        """Fields the engine has to return, as the trainer declares them."""
+        wanted = {"routing": self.trainer.router_replay, "head": bool(self.trainer.head), "mask": self.needs_masks}
+        return tuple(name for name, on in wanted.items() if on)
+
+    @property
+    def needs_masks(self) -> bool:
+        """True when sampling is truncated somewhere and its replay is on."""
+        return self.trainer.sampling_replay and any(s.sampling.truncated for s in self.orchestrator.train.source)
+
+    @model_validator(mode="after")
+    def _whole(self) -> RunTree:
+        problems = []
+        longest = max(source.sampling.max_tokens for _, source in self.sources)
+        if longest >= self.inference.max_model_len:
+            problems.append(
+                f"sampling.max_tokens = {longest} does not fit inference.max_model_len = {self.inference.max_model_len}"
+            )
+        if self.trainer.head > self.inference.max_logprobs:
+            problems.append(
+                f"trainer.head = {self.trainer.head} exceeds the engine's max_logprobs = {self.inference.max_logprobs}"
+            )
+        if self.model.tiny and self.inference.max_model_len > self.model.tiny.max_positions:
+            problems.append(
+                f"inference.max_model_len = {self.inference.max_model_len} exceeds model.tiny.max_positions = "
+                f"{self.model.tiny.max_positions}"
+            )
+        if self.trainer.sampling_replay and self.needs_masks and self.inference.logprobs_mode != "processed_logprobs":
+            problems.append("sampling replay needs inference.logprobs_mode = 'processed_logprobs'")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+class EnvServerConfig(Table):
+    """What `shmrl env-server env.toml` reads: one environment, how it is served, and the arena it writes to."""
+
+    name: Name = "env"
+    split: Literal["train", "eval"] = "train"
+    env: EnvSpec
+    serve: ServeConfig = ServeConfig(address="tcp://127.0.0.1:5000")
+    arena: ArenaConfig = ArenaConfig()
+    log: Log = Log()

@@ -1,0 +1,98 @@
+"""The wire: msgpack with one extension type for handles, and the rules for what may travel.
+
+Used on both ends of every ZMQ socket (env server, worker, orchestrator, trainer ranks). `pack` refuses on the sending
+side whatever the other end could not read back equal, naming the path of the value, so that one bad value fails one
+episode and never a server. Payload bytes do not travel here: they are in the arena.
+
+Ranks and orchestrator exchange maps with a `kind`:
+
+    rank -> orchestrator   hello      {rank, world, token, step}           step: completed steps (0, or the resumed one)
+                           published  {version, path}                      rank 0, after the rename
+                           report     {step, mode, metrics}                rank 0, when the step is durable
+    orchestrator -> rank   warmup     {step, micro_batches, loss_tokens}   supervised, before version 0
+                           begin      {version}                            publish this version, then expect steps
+                           step       {step, run_id, micro_batches, loss_tokens, state}
+                           finish     {}                                   checkpoint and exit 0
+
+`micro_batches` are this rank's own references; `loss_tokens` is the estimate over all ranks (the trainer counts again);
+`state` is the orchestrator's part of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+
+from shmrl.errors import ProtocolError
+from shmrl.types import Handle
+
+HANDLE_EXT = 1
+
+_SCALARS = (str, bytes, bool, float, type(None))
+
+
+def pack(value: Any) -> bytes:
+    """The value as msgpack bytes; numpy scalars become plain, tuples lists. ProtocolError names what cannot travel."""
+    try:
+        return msgpack.packb(_checked(value, "$"), use_bin_type=True)  # type: ignore[no-any-return]
+    except ProtocolError:
+        raise
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"cannot be sent: {error}") from None
+
+
+def unpack(raw: bytes | memoryview) -> Any:
+    """What `pack` packed. ProtocolError for anything that is not one complete msgpack value."""
+    try:
+        return msgpack.unpackb(raw, raw=False, strict_map_key=False, ext_hook=_ext)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"undecodable message of {len(raw)} bytes: {type(error).__name__}: {error}") from None
+
+
+def _ext(code: int, data: bytes) -> Handle:
+    if code != HANDLE_EXT:
+        raise ValueError(f"unknown extension type {code}")
+    return Handle(data)
+
+
+def _checked(value: Any, path: str) -> Any:
+    """The value with everything msgpack packs unequally turned into what it means, or refused with its path."""
+    if isinstance(value, Handle):
+        return msgpack.ExtType(HANDLE_EXT, bytes(value))
+    if isinstance(value, str):
+        return _text(value, path)
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, int):
+        return _integer(int(value), path)
+    if isinstance(value, Mapping):
+        return {_key(key, path): _checked(item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_checked(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
+        return _checked(value.item(), path)
+    raise ProtocolError(f"{path}: a {type(value).__name__} cannot be sent")
+
+
+def _text(value: str, path: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ProtocolError(f"{path}: text with a lone surrogate at {error.start} cannot be sent") from None
+    return value
+
+
+def _integer(value: int, path: str) -> int:
+    if not -(2**63) <= value < 2**64:
+        raise ProtocolError(f"{path}: {value} is beyond 64 bits")
+    return value
+
+
+def _key(key: Any, path: str) -> Any:
+    if isinstance(key, str):
+        return _text(key, path)
+    if isinstance(key, int) and not isinstance(key, bool):
+        return _integer(int(key), path)
+    raise ProtocolError(f"{path}: a {type(key).__name__} as a key cannot be sent")

@@ -1,0 +1,109 @@
+"""One tree, every fault at once, flags as TOML values, a dump that reads back equal."""
+
+import pytest
+
+from shmrl.config import dump_toml, env_server_from, load_env_server, load_run, parse_bytes
+from shmrl.errors import ConfigError
+
+GOOD = """
+[run]
+name = "x"
+[model.tiny]
+[orchestrator]
+batch_size = 32
+[[orchestrator.train.source]]
+name = "a"
+env.id = "reverse-text"
+[[orchestrator.train.source]]
+name = "b"
+env.id = "alphabet-sort"
+[[orchestrator.eval.source]]
+name = "c"
+env.id = "reverse-text"
+"""
+
+
+def write(tmp_path, text, name="run.toml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def problems(tmp_path, text, flags=None):
+    with pytest.raises(ConfigError) as caught:
+        load_run([write(tmp_path, text)], flags)
+    return caught.value.problems
+
+
+def test_the_resolved_tree_reads_back_equal(tmp_path):
+    tree = load_run([write(tmp_path, GOOD)])
+    assert load_run([write(tmp_path, dump_toml(tree), "again.toml")]) == tree
+    server = env_server_from(tree, 1)
+    assert load_env_server([write(tmp_path, dump_toml(server), "env.toml")]) == server
+
+
+def test_addresses_are_derived_in_config_order_train_first(tmp_path):
+    tree = load_run([write(tmp_path, GOOD)], {"orchestrator.env_server_base_port": "6100"})
+    assert [source.name for _, source in tree.sources] == ["a", "b", "c"]
+    assert [tree.env_address(i) for i in range(3)] == [f"tcp://127.0.0.1:{6100 + i}" for i in range(3)]
+    assert env_server_from(tree, 2).split == "eval"
+
+
+def test_every_fault_at_once_with_file_key_value_and_suggestion(tmp_path):
+    text = GOOD.replace("batch_size", "batch_sise") + '\n[traner]\nranks = 2\n[inference]\nport = "high"\n'
+    found = problems(tmp_path, text)
+    path = str(tmp_path / "run.toml")
+    assert f"{path}: orchestrator.batch_sise = 32: unknown key; did you mean batch_size?" in found
+    assert f"{path}: traner = {{'ranks': 2}}: unknown key; did you mean trainer?" in found
+    assert any(line.startswith(f"{path}: inference.port = 'high': ") for line in found)
+
+
+def test_later_files_win_and_flags_win_over_files(tmp_path):
+    first = write(tmp_path, GOOD)
+    second = write(tmp_path, "[orchestrator]\nbatch_size = 64\n[run]\nseed = 5\n", "over.toml")
+    tree = load_run([first, second], {"run.seed": "7", "orchestrator.train.source.1.sampling.max-tokens": "9"})
+    assert (tree.orchestrator.batch_size, tree.run.seed) == (64, 7)
+    assert [s.sampling.max_tokens for s in tree.orchestrator.train.source] == [128, 9]
+
+
+def test_a_flag_fault_names_the_flag(tmp_path):
+    assert problems(tmp_path, GOOD, {"trainer.rank": "2"}) == [
+        "--trainer.rank: trainer.rank = 2: unknown key; did you mean ranks?"
+    ]
+    assert "has 2 items" in problems(tmp_path, GOOD, {"orchestrator.train.source.5.ratio": "2"})[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("batch_size = 32", "batch_size = 30"), "batch_size = 30 is not a multiple of a's group_size = 8"),
+        (('name = "b"', 'name = "a"'), "two sources are called 'a'"),
+        (('name = "b"', 'name = "b"\nsampling.top_p = 0.9'), "without top_k"),
+        (("[model.tiny]", '[model]\npath = "x"\n[model.tiny]'), "exactly one of model.path and [model.tiny]"),
+        (("[model.tiny]", "[model.tiny]\ntop_k = 9"), "top_k = 9 of 8 experts"),
+        (
+            ("[model.tiny]", "[trainer]\nhead = 65\n[model.tiny]"),
+            "head = 65 exceeds the engine's max_logprobs = 64",
+        ),
+        (("[model.tiny]", "[trainer.loss]\nscore_centering = true\n[model.tiny]"), "set trainer.head"),
+        (("[model.tiny]", '[arena]\ncapacity = "4 apples"\n[model.tiny]'), "not a size: '4 apples'"),
+    ],
+)
+def test_impossible_combinations_fail_while_loading(tmp_path, change, message):
+    found = problems(tmp_path, GOOD.replace(*change))
+    assert any(message in line for line in found), found
+
+
+def test_unreadable_and_broken_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        load_run([tmp_path / "nowhere.toml"])
+    with pytest.raises(ConfigError, match=r"run\.toml"):
+        load_run([write(tmp_path, "[run\n")])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 * 2**30), ("500 MB", 500_000_000), (17, 17), ("64", 64), ("1.5KiB", 1536), ("2g", 2_000_000_000)],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size

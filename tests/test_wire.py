@@ -1,0 +1,73 @@
+"""What may travel, and what is refused where it is sent."""
+
+import math
+
+import msgpack
+import numpy as np
+import pytest
+
+from shmrl.errors import ProtocolError
+from shmrl.types import Handle
+from shmrl.wire import pack, unpack
+
+HANDLE = Handle.pack(node=1, arena=2, slot=3, generation=4, nbytes=2**40 + 5, nonce=b"abcdefgh")
+
+
+def test_handles_survive_and_cost_35_bytes():
+    assert unpack(pack(HANDLE)) == HANDLE
+    assert isinstance(unpack(pack([HANDLE]))[0], Handle)
+    assert len(pack(HANDLE)) == 35
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [
+        ({1: 2}, {1: 2}),
+        ((1, "a"), [1, "a"]),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (np.float32(0.5), 0.5),
+        (b"\x00\xff", b"\x00\xff"),
+        (2**64 - 1, 2**64 - 1),
+        (-(2**63), -(2**63)),
+        (None, None),
+        ({"a": [{"b": "\u00e9"}]}, {"a": [{"b": "\u00e9"}]}),
+    ],
+)
+def test_round_trip(sent, received):
+    assert unpack(pack(sent)) == received
+
+
+def test_nan_stays_nan():
+    assert math.isnan(unpack(pack({"x": math.nan}))["x"])
+
+
+@pytest.mark.parametrize(
+    ("sent", "path"),
+    [
+        ({"a": [0, 2**64]}, r"\$\.a\[1\]: 18446744073709551616 is beyond 64 bits"),
+        ({"a": -(2**63) - 1}, r"\$\.a: -9223372036854775809"),
+        ({"a": {1, 2}}, r"\$\.a: a set"),
+        ({"a": np.zeros(3)}, r"\$\.a: a ndarray"),
+        ({"a": "\ud800"}, r"\$\.a: text with a lone surrogate"),
+        ({(1, 2): 3}, "a tuple as a key"),
+        ({"a": object()}, r"\$\.a: a object"),
+    ],
+)
+def test_refused_with_its_path_and_the_next_message_goes_through(sent, path):
+    with pytest.raises(ProtocolError, match=path):
+        pack(sent)
+    assert unpack(pack({"ok": 1})) == {"ok": 1}
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x92\x01", b"\x01\x02", msgpack.packb(msgpack.ExtType(7, b"x"))])
+def test_garbage_is_a_typed_error(raw):
+    with pytest.raises(ProtocolError):
+        unpack(raw)
+
+
+def test_a_list_nested_in_itself_is_refused():
+    loop = []
+    loop.append(loop)
+    with pytest.raises(ProtocolError):
+        pack(loop)
