@@ -106,8 +106,8 @@ def assemble(
 
 
 def _verify(arena: Arena, touched: list[tuple[int, str, int, int]], handles: tuple[Handle, ...]) -> None:
-    """Checks the row blocks that were read, and only those: a reference is not hurt by damage behind its "
-    "cut (FR-01)."""
+    """Checks the row blocks that were read, and only those: a reference is not hurt by damage behind its
+    cut (FR-01)."""
     for block, name, first, last in touched:
         if first < last:
             arena.get(handles[block], verify=True, field=name, rows=(first, last)).release()
@@ -330,8 +330,8 @@ class _Job:
         ]
 
     def _fill(self, entry: Field, array: NDArray[Any], covered: NDArray[np.bool_], num_experts: int) -> None:
-        """Padding first, then the other gaps, so that pad row p is the p-th of the padding whatever stands "
-        "before it."""
+        """Padding first, then the other gaps, so that pad row p is the p-th of the padding whatever stands
+        before it."""
         gaps = np.flatnonzero(~covered)
         gaps = np.roll(gaps, -int(np.searchsorted(gaps, self.plan.pad_from)))
         if len(gaps) and callable(entry.fill):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Staging:
-    """Named byte buffers that only grow; `take` gives an array over the beginning of one, its old contents "
-    "undefined."""
+    """Named byte buffers that only grow; `take` gives an array over the beginning of one, its old contents
+    undefined."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, NDArray[np.uint8]] = {}

@@ -124,8 +124,8 @@ class Header:
         return cls(columns=columns, prefix=prefix, version=version, **raw)
 
     def sample(self, handle: Handle) -> Sample:
-        """The reference to this block's branch: what `encode` returned, and what an orchestrator adopts "
-        "after a restart."""
+        """The reference to this block's branch: what `encode` returned, and what an orchestrator adopts
+        after a restart."""
         meta = {key: self.meta[key] for key in SAMPLE_META if self.meta.get(key) is not None}
         meta["shapes"] = {group: self.row_shape(group) for group in self.fields}
         segments = (*self.prefix, (handle, 0, self.tokens_here))
