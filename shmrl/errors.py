@@ -109,6 +109,11 @@ class PayloadError(ShmrlError):
         self.field, self.position, self.value = field, position, value
         super().__init__(message)
 
+    @classmethod
+    def of(cls, field: str, problem: str, position: object = None, value: object = None) -> PayloadError:
+        """The error "field: problem"."""
+        return cls(f"{field}: {problem}", field=field, position=position, value=value)
+
 
 class LostPayload(ShmrlError):
     """A referenced block is gone or was discarded. Names the block and whose it was."""

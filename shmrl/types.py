@@ -170,12 +170,17 @@ class MicroBatch:
 
     A dummy (no samples, only padding) keeps the number of micro batches equal on all ranks; its loss is zero.
 
+    Attributes:
+        fields: the columns to assemble; empty means every one its samples have.
+        shapes: row shape of each field ((L, K, E) for routing), so that a dummy assembles to the same arrays.
+
     Example: MicroBatch(samples=(a, b), padding=3) with a.T = 37, b.T = 24 assembles to N = 64 positions.
     """
 
     samples: tuple[Sample, ...]
     padding: int = 0
     fields: tuple[str, ...] = ()
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def seq_lens(self) -> tuple[int, ...]:

@@ -1,0 +1,172 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""The payload room's binding: buffers in, one C call with the GIL released, errors as (code, position).
+
+Owns no data. Called by branch.py, encode.py and ingest.py in env workers, and by assemble.py in trainer ranks. Arrays come
+as C-contiguous buffers (numpy is not imported here); the Python callers turn positions into PayloadErrors.
+"""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.unicode cimport PyUnicode_AsUTF8AndSize
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from libc.stdlib cimport calloc, free
+
+
+cdef extern from "payload.h" nogil:
+    ctypedef int srl_int_t
+
+    ctypedef struct srl_block_t:
+        const uint8_t *base
+        int64_t nbytes
+
+    ctypedef struct srl_copy_t:
+        int64_t block
+
+    int srl_check_ids(const void *, srl_int_t, int64_t, int64_t, int64_t, uint32_t *, int64_t *)
+    int srl_narrow(const void *, srl_int_t, int64_t, void *, int)
+    int srl_check_kept(const int32_t *, const int32_t *, const int32_t *, int64_t, int64_t *)
+    int64_t srl_base64_decode(const char *, int64_t, uint8_t *, int64_t, int64_t *)
+    int srl_gather(const srl_block_t *, int64_t, const srl_copy_t *, int64_t, uint8_t *, int64_t, int64_t *)
+    int64_t srl_count_bits(const uint8_t *, int64_t, int64_t)
+    void srl_unpack_bits(const uint8_t *, int64_t, int64_t, uint8_t *)
+
+
+cdef class Buffer:
+    """One acquired buffer; released with the object, or earlier by `release()`."""
+    cdef Py_buffer view   # valid while held
+    cdef bint held
+
+    def __cinit__(self, object owner, bint writable=False):
+        PyObject_GetBuffer(owner, &self.view, PyBUF_WRITABLE if writable else PyBUF_SIMPLE)
+        self.held = True
+
+    def release(self):
+        if self.held:
+            self.held = False
+            PyBuffer_Release(&self.view)
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.view)
+
+
+def check_ids(object ids, int type_code, int64_t rows, int64_t k, int64_t limit):
+    """(0, -1), or (-errno, flat index): EDOM for an id outside [0, limit), EEXIST for one repeated within its row of k."""
+    cdef Buffer source = Buffer(ids)
+    cdef int64_t where = -1
+    cdef int code
+    if rows * k * abs(type_code) > source.view.len:
+        raise ValueError(f"{rows} rows of {k} ids do not fit in {source.view.len} bytes")
+    cdef uint32_t *seen = <uint32_t *> calloc(<size_t> max(limit, 1), sizeof(uint32_t))
+    if seen == NULL:
+        raise MemoryError(f"no memory to mark {limit} ids")
+    with nogil:
+        code = srl_check_ids(source.view.buf, type_code, rows, k, limit, seen, &where)
+        free(seen)
+    return code, where
+
+
+def narrow(object src, int type_code, object dst, int dst_nbytes):
+    """Copies ids of type_code (itemsize, negative when signed) into dst as unsigned integers of dst_nbytes."""
+    cdef Buffer source = Buffer(src)
+    cdef Buffer target = Buffer(dst, True)
+    cdef int64_t count = source.view.len // abs(type_code)
+    cdef int code
+    if count * dst_nbytes > target.view.len:
+        raise ValueError(f"{count} ids of {dst_nbytes} bytes do not fit in {target.view.len} bytes")
+    with nogil:
+        code = srl_narrow(source.view.buf, type_code, count, target.view.buf, dst_nbytes)
+    if code:
+        raise ValueError(f"cannot narrow type {type_code} to {dst_nbytes} bytes")
+
+
+def check_kept(object kept, object counts, object sampled):
+    """-1, or the first row whose sampled id is not among its kept ids. All three are int32; counts sum to len(kept)."""
+    cdef Buffer ids = Buffer(kept)
+    cdef Buffer sizes = Buffer(counts)
+    cdef Buffer tokens = Buffer(sampled)
+    cdef int64_t rows = sizes.view.len // sizeof(int32_t)
+    cdef int64_t where = -1
+    with nogil:
+        srl_check_kept(<int32_t *> ids.view.buf, <int32_t *> sizes.view.buf, <int32_t *> tokens.view.buf, rows, &where)
+    return where
+
+
+def decode_base64(object text, object out):
+    """Bytes written to `out` (writable, at least len // 4 * 3), or (-1 - position) of the first bad character."""
+    cdef Buffer target = Buffer(out, True)
+    cdef Buffer source = None
+    cdef const char *chars
+    cdef Py_ssize_t length
+    cdef int64_t where = 0
+    cdef int64_t written
+    if isinstance(text, str):
+        chars = PyUnicode_AsUTF8AndSize(text, &length)
+    else:
+        source = Buffer(text)
+        chars = <const char *> source.view.buf
+        length = source.view.len
+    with nogil:
+        written = srl_base64_decode(chars, length, <uint8_t *> target.view.buf, target.view.len, &where)
+    return written if written >= 0 else -1 - where
+
+
+cdef class Sources:
+    """The mapped blocks of one assembly: one buffer per block, held from construction to `release()`."""
+    cdef list buffers           # Buffer of each block, in the order given
+    cdef srl_block_t *blocks    # their addresses; freed with the object
+    cdef int64_t count
+
+    def __cinit__(self, list views):
+        cdef Buffer buffer
+        self.buffers = [Buffer(view) for view in views]
+        self.count = len(views)
+        self.blocks = <srl_block_t *> calloc(<size_t> max(self.count, 1), sizeof(srl_block_t))
+        if self.blocks == NULL:
+            raise MemoryError(f"no memory for {self.count} block addresses")
+        for i in range(self.count):
+            buffer = self.buffers[i]
+            self.blocks[i].base = <const uint8_t *> buffer.view.buf
+            self.blocks[i].nbytes = buffer.view.len
+
+    def __dealloc__(self):
+        free(self.blocks)
+
+    def release(self):
+        """Lets go of every block, so that the arena's views can be released."""
+        cdef Buffer buffer
+        self.count = 0
+        for buffer in self.buffers:
+            buffer.release()
+
+    def gather(self, object copies, object out):
+        """Runs int64 [n, 7] copies (block, src_offset, src_stride, dst_offset, dst_stride, rows, row_nbytes) into out."""
+        cdef Buffer table = Buffer(copies)
+        cdef Buffer target = Buffer(out, True)
+        cdef int64_t where = -1
+        cdef int64_t count = table.view.len // 56
+        cdef int code
+        with nogil:
+            code = srl_gather(self.blocks, self.count, <srl_copy_t *> table.view.buf, count,
+                              <uint8_t *> target.view.buf, target.view.len, &where)
+        if code:
+            raise ValueError(f"copy {where} of {count} leaves its block or the destination")
+
+    def count_bits(self, int64_t block, int64_t offset, int64_t start, int64_t stop):
+        """Set bits of bits [start, stop) of the bit column at `offset` of a block."""
+        self._check_bits(block, offset, start, stop)
+        return srl_count_bits(self.blocks[block].base + offset, start, stop)
+
+    def unpack_bits(self, int64_t block, int64_t offset, int64_t start, int64_t stop, object out):
+        """Writes bits [start, stop) to `out`, one byte each."""
+        cdef Buffer target = Buffer(out, True)
+        self._check_bits(block, offset, start, stop)
+        if target.view.len < stop - start:
+            raise ValueError(f"{stop - start} bits do not fit in {target.view.len} bytes")
+        with nogil:
+            srl_unpack_bits(self.blocks[block].base + offset, start, stop, <uint8_t *> target.view.buf)
+
+    cdef int _check_bits(self, int64_t block, int64_t offset, int64_t start, int64_t stop) except -1:
+        if not (0 <= block < self.count and 0 <= start <= stop and 0 <= offset
+                and offset + (stop + 7) // 8 <= self.blocks[block].nbytes):
+            raise ValueError(f"bits [{start}, {stop}) at byte {offset} leave block {block}")
+        return 0

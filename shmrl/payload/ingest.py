@@ -1,0 +1,205 @@
+"""`BranchBuilder`: one conversation's arrays while it runs, in an env worker; a `Branch` when it ends.
+
+Called by the episode's chat client after every answer of the engine. Owns the flat token sequence and stitches what the
+engine captured over turns, aborts and resumes. A prompt that does not continue the tokens so far is another branch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from shmrl.errors import PayloadError
+from shmrl.payload.branch import Branch
+from shmrl.payload.forms import head_rows, logprobs_content, mask_from_logprobs, mask_rows, routed_experts
+from shmrl.payload.routing import Routing
+
+__all__ = [
+    "BranchBuilder",
+    "Generation",
+    "head_rows",
+    "logprobs_content",
+    "mask_from_logprobs",
+    "mask_rows",
+    "routed_experts",
+]
+
+
+class Generation(Protocol):
+    """What the builder reads of an engine's answer (`shmrl.inference.client.Generation` is one)."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Sequence[float]: ...
+    @property
+    def top_logprobs(self) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]] | None: ...
+    @property
+    def routed_experts(self) -> Any: ...
+    @property
+    def sampling_mask(self) -> Sequence[Sequence[int]] | None: ...
+    @property
+    def weight_versions(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+class BranchBuilder:
+    """Accumulates turns.
+
+    Args:
+        num_experts, layers, top_k: the model's; num_experts=None means routing is not captured. layers: global ids.
+        head_k: width of the captured top-k (0: no head); rows are stored with the sampled token first.
+        mask: whether sampling masks are captured.
+
+    Example:
+        >>> builder = BranchBuilder(num_experts=8, layers=range(4), head_k=20, mask=True)
+        >>> builder.add_turn(prompt_ids, await client.generate(prompt_ids, sampling))
+        >>> sample = encode(arena, builder.branch({"source": "reverse-text", "reward": 0.8}), tag=tag)
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int | None = None,
+        layers: Sequence[int] = (),
+        top_k: int | None = None,
+        head_k: int = 0,
+        mask: bool = False,
+    ) -> None:
+        self.tokens: list[int] = []
+        self.versions: list[int] = []
+        self._loss: list[bool] = []
+        self._logprobs: list[float] = []
+        self._top_k, self._head_k = top_k, head_k
+        self._routing = None if num_experts is None else Routing(num_experts, layers)
+        self._covered = 0
+        self._heads: list[tuple[Any, Any]] = []
+        self._mask: list[Sequence[int]] | None = [] if mask else None
+
+    @property
+    def covered(self) -> int:
+        """Routing rows there already: what the next request may pass as routed_experts_prompt_start."""
+        return self._covered
+
+    def extends(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a turn with this prompt continues the tokens so far."""
+        return list(prompt_ids[: len(self.tokens)]) == self.tokens
+
+    def add_turn(self, prompt_ids: Sequence[int], generation: Generation, *, trainable: bool = True) -> None:
+        """Appends what the prompt adds to the tokens so far, then the generated tokens. A turn of none changes nothing.
+
+        trainable=False: the tokens were sampled, but do not train; their head and mask rows are dropped here.
+        Raises PayloadError if the prompt does not extend the tokens so far, or an array does not fit its tokens.
+        """
+        if not self.extends(prompt_ids):
+            at = next(
+                (i for i, (a, b) in enumerate(zip(self.tokens, prompt_ids, strict=False)) if a != b), len(prompt_ids)
+            )
+            raise PayloadError.of(
+                "tokens", f"the prompt leaves the branch at position {at} of {len(self.tokens)}: start another one", at
+            )
+        new = [int(token) for token in generation.token_ids]
+        if not new:
+            return
+        if len(generation.logprobs) != len(new):
+            raise PayloadError.of(
+                "logprobs",
+                f"{len(generation.logprobs)} for {len(new)} generated tokens",
+                value=len(generation.logprobs),
+            )
+        self._add_routing(generation.routed_experts, len(prompt_ids) + len(new))
+        if trainable:
+            self._add_head(generation, new)
+            self._add_mask(generation, new)
+        prompt = [int(token) for token in prompt_ids[len(self.tokens) :]]
+        self.tokens += prompt + new
+        self._loss += [False] * len(prompt) + [trainable] * len(new)
+        kept = list(generation.logprobs) if trainable else [0.0] * len(new)
+        self._logprobs += [0.0] * len(prompt) + kept
+        self.versions += [_version(span["version"]) for span in generation.weight_versions or ()]
+
+    def branch(self, meta: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] | None = None) -> Branch:
+        """The finished branch; `meta` is completed with the versions seen and the head's layout."""
+        loss = np.asarray(self._loss, np.bool_)
+        full: dict[str, Any] = {**meta}
+        if self.versions:
+            full.setdefault("version_start", self.versions[0])
+            full.setdefault("version_end", self.versions[-1])
+        head = mask = None
+        if self._head_k:
+            full.update(head_has_sampled=True, head_k=self._head_k)
+            width = self._head_k + 1
+            head = (
+                np.concatenate([np.empty((0, width), np.int32), *(ids for ids, _ in self._heads)]),
+                np.concatenate([np.empty((0, width), np.float32), *(logprobs for _, logprobs in self._heads)]),
+            )
+        if self._mask is not None:
+            ids, kept = mask_rows(self._mask)
+            counts = np.zeros(len(loss), np.int32)
+            counts[loss] = kept
+            mask = (ids, counts)
+        routing, layers, experts = None, None, None
+        if self._routing is not None:
+            routing, layers, experts = (
+                self._routing.finish(len(self.tokens)),
+                self._routing.layers,
+                self._routing.num_experts,
+            )
+        return Branch(
+            self.tokens,
+            loss,
+            self._logprobs,
+            routing=routing,
+            head=head,
+            mask=mask,
+            layers=layers,
+            num_experts=experts,
+            meta=full,
+            messages=messages,
+        )
+
+    def _add_routing(self, value: Any, total: int) -> None:
+        """An engine's rows end with the last token it fed, so their number says where they start."""
+        if self._routing is None:
+            return
+        if value is None:
+            raise PayloadError.of("routing", f"the engine returned none for {total} tokens", value=None)
+        rows, stated = routed_experts(value, layers=len(self._routing.layers), top_k=self._top_k)
+        start = total - 1 - len(rows)
+        if start < 0 or (stated is not None and stated != start) or start > self._covered:
+            raise PayloadError.of(
+                "routing",
+                f"{len(rows)} rows for {total} tokens, of which {self._covered} have rows"
+                + (f", said to start at {stated}" if stated is not None else ""),
+                start,
+                value=len(rows),
+            )
+        self._routing.add(rows, start=start)
+        self._covered = total - 1
+
+    def _add_head(self, generation: Generation, new: list[int]) -> None:
+        if not self._head_k:
+            return
+        if generation.top_logprobs is None or len(generation.top_logprobs[0]) != len(new):
+            have = 0 if generation.top_logprobs is None else len(generation.top_logprobs[0])
+            raise PayloadError.of("head", f"{have} rows for {len(new)} generated tokens", value=have)
+        self._heads.append(head_rows(*generation.top_logprobs, new, self._head_k))
+
+    def _add_mask(self, generation: Generation, new: list[int]) -> None:
+        if self._mask is None:
+            return
+        kept = generation.sampling_mask
+        if kept is None or len(kept) != len(new):
+            have = 0 if kept is None else len(kept)
+            raise PayloadError.of("mask", f"{have} kept sets for {len(new)} generated tokens", value=have)
+        self._mask += list(kept)
+
+
+def _version(label: Any) -> int:
+    """The policy version of an engine's weight label: 7 of 7, "7" and "step-7"."""
+    found = re.search(r"\d+$", str(label))
+    if found is None:
+        raise PayloadError.of("weight_versions", f"weight version {label!r} has no number", value=label)
+    return int(found.group())

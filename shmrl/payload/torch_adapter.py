@@ -1,0 +1,109 @@
+"""`TensorBatch` -> torch tensors; the one file of this room that imports torch. Called in a trainer rank.
+
+Tensors own their memory: on the CPU they are copies, so the batch may be reused as `out=` at once; on a device the
+copy is the transfer, which has ended when this returns. Ids stay narrow until they are on the device, then widen where
+torch's narrow unsigned types have no kernels (RR-09):
+
+| array | numpy | torch |
+|---|---|---|
+| tokens, positions, seq_lens | int32 | int64 |
+| loss_mask, coverage | bool | bool |
+| logprobs, head_logprobs | float32 | float32 |
+| routing | uint8 / uint16 / uint32 | uint8 / int32 / int64 |
+| head_ids, mask_ids, mask_counts | int32 | int32 |
+| registered fields | as registered | the same, with uint16 -> int32, uint32 -> int64, uint64 -> int64 |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shmrl.payload.batch import TensorBatch
+
+_SIGNED = {
+    "u2": (np.int16, torch.int32, 0xFFFF),
+    "u4": (np.int32, torch.int64, 0xFFFFFFFF),
+    "u8": (np.int64, torch.int64, -1),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchBatch:
+    """The tensors of one packed row; names and shapes as in `TensorBatch`.
+
+    Example: assemble(arena, micro_batch).torch("cuda:0").routing -> uint8 [N, 48, 8] on the device
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    loss_mask: torch.Tensor
+    logprobs: torch.Tensor
+    seq_lens: torch.Tensor
+    fields: dict[str, Any]
+    covered: dict[str, torch.Tensor]
+    layers: tuple[int, ...]
+    num_experts: int
+    head_has_sampled: bool
+
+    @property
+    def routing(self) -> torch.Tensor | None:
+        return self.fields.get("routing")
+
+    @property
+    def routing_covered(self) -> torch.Tensor | None:
+        return self.covered.get("routing")
+
+    @property
+    def head_ids(self) -> torch.Tensor | None:
+        return self.fields.get("head_ids")
+
+    @property
+    def head_logprobs(self) -> torch.Tensor | None:
+        return self.fields.get("head_logprobs")
+
+    @property
+    def head_covered(self) -> torch.Tensor | None:
+        return self.covered.get("head_ids")
+
+    @property
+    def mask_ids(self) -> torch.Tensor | None:
+        return self.fields["mask"][0] if "mask" in self.fields else None
+
+    @property
+    def mask_counts(self) -> torch.Tensor | None:
+        return self.fields["mask"][1] if "mask" in self.fields else None
+
+
+def to_torch(batch: TensorBatch, device: Any = None) -> TorchBatch:
+    """Tensors of a batch on `device` (default: CPU), independent of the batch's memory."""
+    where = torch.device("cpu" if device is None else device)
+
+    def convert(value: Any) -> Any:
+        return tuple(_tensor(part, where) for part in value) if isinstance(value, tuple) else _tensor(value, where)
+
+    return TorchBatch(
+        tokens=_tensor(batch.tokens, where).long(),
+        positions=_tensor(batch.positions, where).long(),
+        loss_mask=_tensor(batch.loss_mask, where),
+        logprobs=_tensor(batch.logprobs, where),
+        seq_lens=_tensor(batch.seq_lens, where).long(),
+        fields={name: convert(value) for name, value in batch.fields.items()},
+        covered={name: _tensor(value, where) for name, value in batch.covered.items()},
+        layers=batch.layers,
+        num_experts=batch.num_experts,
+        head_has_sampled=batch.head_has_sampled,
+    )
+
+
+def _tensor(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A tensor of its own; unsigned types travel as signed bits and widen on the other side."""
+    kind = f"{array.dtype.kind}{array.dtype.itemsize}"
+    if kind not in _SIGNED:
+        return torch.from_numpy(array).to(device, copy=True)
+    bits, wide, low = _SIGNED[kind]
+    return torch.from_numpy(array.view(bits)).to(device, copy=True).to(wide) & low
