@@ -12,7 +12,7 @@ leftovers.mark_descendants()
 
 @pytest.fixture(autouse=True)
 def leaves_nothing():
-    """Compares what there is after the test with what there was; ends leaked processes so that one test fails, not all."""
+    """Compares what is there after the test with what was; ends leaked processes, so that one test fails, not all."""
     before = (leftovers.processes(), leftovers.segments(), leftovers.ports())
     yield
     left = leftovers.wait_until_gone(before)
