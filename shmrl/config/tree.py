@@ -391,6 +391,12 @@ class RunTree(Table):
         given = self.sources[index][1].serve.address
         return given or f"tcp://127.0.0.1:{self.orchestrator.env_server_base_port + index}"
 
+    def absolute(self) -> RunTree:
+        """The same run with absolute paths, so that its resolved files mean the same in every directory."""
+        run = self.run.model_copy(update={"output_dir": self.run.output_dir.resolve()})
+        path = self.model.path and self.model.path.resolve()
+        return self.model_copy(update={"run": run, "model": self.model.model_copy(update={"path": path})})
+
     @property
     def socket_dir(self) -> Path:
         """Short node-local directory for this run's ipc sockets and token, one per uid and output directory."""

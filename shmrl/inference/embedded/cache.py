@@ -34,6 +34,8 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self, window: Window) -> None:
         super().__init__()
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
         self._window = window
 
     def update(
@@ -62,7 +64,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` columns of slot `source` over slot `target`."""
-        if self.keys is not None:
+        if self.keys is not None and self.values is not None:
             self.keys[target, :, :length] = self.keys[source, :, :length]
             self.values[target, :, :length] = self.values[source, :, :length]
 

@@ -111,7 +111,8 @@ class Model:
 
     def read_weights(self, path: str | Path) -> dict[str, torch.Tensor]:
         """Read another checkpoint of the same model, on any thread; EngineError names what does not fit."""
-        new, old = self._read(Path(path)).state_dict(), self.net.state_dict()
+        new: dict[str, torch.Tensor] = self._read(Path(path)).state_dict()
+        old = self.net.state_dict()
         problems = [f"{name} is not there" for name in old.keys() - new.keys()]
         problems += [f"{name} is not in the served model" for name in new.keys() - old.keys()]
         for name in old.keys() & new.keys():

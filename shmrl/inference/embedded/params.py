@@ -118,7 +118,7 @@ def _typed(name: str, value: Any) -> Any:
     kinds = _KINDS.get(name, (int,))
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise refused(name, value, f"must be {' or '.join(kind.__name__ for kind in kinds)}")
-    return float(value) if float in kinds else value
+    return value
 
 
 def _items(name: str, value: Any, kind: type) -> tuple[Any, ...]:

@@ -1,0 +1,314 @@
+"""The `shmrl` command: subcommands, the flags that are configuration keys, exit codes.
+
+Runs first in every process. tyro parses subcommands and their own options; `--a.b-c value` pairs are taken out before
+and become TOML values of the tree (`config.load`), so a flag and a line of a file mean the same. A role is imported
+when it is called: `shmrl --version` pays for none, and nothing here imports torch.
+
+Exit codes: 0 done; 1 something failed (printed in full); 2 usage or configuration; 130 / 143 for signals.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, OmitSubcommandPrefixes, Positional, subcommand
+
+from shmrl import __version__
+from shmrl.errors import ConfigError, ShmrlError
+
+Flags = dict[str, str]
+Files = Positional[tuple[Path, ...]]
+
+_EPILOGUE = "Any key of the configuration is a flag: --trainer.optimizer.lr 3e-4, --run.output-dir DIR."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments == ["--version"]:
+        print(f"shmrl {__version__}")
+        return 0
+    try:
+        arguments, flags = split_flags(arguments)
+        return _parse(arguments)(flags)
+    except ConfigError as error:
+        return _complain(error.problems, 2)
+    except ShmrlError as error:
+        return _complain([f"{type(error).__name__}: {error}"], 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[list[str], Flags]:
+    """The arguments without configuration flags, and those flags. Example: ["run", "a.toml"], {"run.seed": "7"}"""
+    rest: list[str] = []
+    flags: Flags = {}
+    left = iter(arguments)
+    for argument in left:
+        key, equals, value = argument.partition("=")
+        if not key.startswith("--") or "." not in key:
+            rest.append(argument)
+            continue
+        given = value if equals else next(left, None)
+        if given is None or (not equals and given.startswith("--")):
+            raise ConfigError(f"{key} needs a value")
+        flags[key.removeprefix("--")] = given
+    return rest, flags
+
+
+def _complain(problems: Sequence[str], code: int) -> int:
+    if logging.getLogger().isEnabledFor(logging.DEBUG):
+        traceback.print_exc()
+    for problem in problems:
+        print(f"shmrl: {problem}", file=sys.stderr)
+    return code
+
+
+def _parse(arguments: Sequence[str]) -> Callable[[Flags], int]:
+    config = (OmitSubcommandPrefixes, FlagCreatePairsOff)
+    command: Any = tyro.cli(
+        _Command,
+        prog="shmrl",
+        description=f"shmrl {__version__}: a shared-memory runtime for RL post-training. {_EPILOGUE}",
+        args=arguments,
+        config=config,
+    )
+    return command  # type: ignore[no-any-return]
+
+
+# --------------------------------------------------------------------------------------------------------------- run
+
+
+@dataclass
+class Run:
+    """Check everything, start every process of a run, watch them, tear all of it down."""
+
+    files: Files
+    """TOML files; later ones win."""
+    dry_run: bool = False
+    """Write the resolved configs and print what would be started; start nothing."""
+    resume: bool = False
+    """Continue a used output directory from its last checkpoint."""
+    clean: bool = False
+    """Remove what an earlier run left in the output directory."""
+
+    def __call__(self, flags: Flags) -> int:
+        tree = _run_tree("launcher", self.files, flags)
+        from shmrl.launcher import run
+
+        return run.dry_run(tree) if self.dry_run else run.run(tree, resume=self.resume, clean=self.clean)
+
+
+@dataclass
+class Node:
+    """Create the arena, the token and the initial model of a run whose roles are started by hand."""
+
+    files: Files
+    resume: bool = False
+    """Continue a used output directory from its last checkpoint."""
+    clean: bool = False
+    """Remove what an earlier run left in the output directory."""
+
+    def __call__(self, flags: Flags) -> int:
+        tree = _run_tree("node", self.files, flags)
+        from shmrl.node import host
+
+        return host.main(tree, resume=self.resume, clean=self.clean)
+
+
+# ------------------------------------------------------------------------------------------------------------- roles
+
+
+@dataclass
+class Orchestrator:
+    """Dispatch episodes, pack references, ship steps to the trainer."""
+
+    files: Files
+    resume: bool = False
+    """Continue from the last checkpoint."""
+
+    def __call__(self, flags: Flags) -> int:
+        tree = _run_tree("orchestrator", self.files, flags)
+        from shmrl import orchestrator
+
+        return orchestrator.main(tree, self.resume)
+
+
+@dataclass
+class Trainer:
+    """Train: starts its ranks under torch.distributed.run, and is one of them when RANK is set."""
+
+    files: Files
+    resume: bool = False
+    """Continue from the last checkpoint."""
+
+    def __call__(self, flags: Flags) -> int:
+        rank = os.environ.get("RANK")
+        tree = _run_tree(f"trainer:{rank}" if rank else "trainer", self.files, flags)
+        if rank is None:
+            from shmrl.launcher.roles import torch_command
+
+            again = [*map(str, self.files), *(f"--{key}={value}" for key, value in flags.items())]
+            command = torch_command(tree.trainer.ranks, [*again, *(["--resume"] if self.resume else [])])
+            os.execv(command[0], command)
+        from shmrl import trainer
+
+        return trainer.main(tree, self.resume)
+
+
+@dataclass
+class Inference:
+    """Serve the policy with the embedded engine, on vLLM's HTTP routes."""
+
+    files: Files
+
+    def __call__(self, flags: Flags) -> int:
+        tree = _run_tree("inference", self.files, flags)
+        from shmrl.inference.embedded import server
+
+        engine = tree.inference
+        server.run(
+            tree.initial_weights,
+            engine.host,
+            engine.port,
+            served_name=tree.model.name,
+            dtype=engine.dtype,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=engine.max_num_seqs,
+            max_logprobs=engine.max_logprobs,
+            logprobs_mode=engine.logprobs_mode,
+            return_routed_experts="routing" in tree.captured,
+            return_sampling_mask="mask" in tree.captured,
+            seed=tree.run.seed,
+        )
+        return 0
+
+
+@dataclass
+class EnvServer:
+    """Serve one environment: a pool of worker processes behind one address."""
+
+    files: Files
+
+    def __call__(self, flags: Flags) -> int:
+        from shmrl.config import load_env_server
+
+        config = load_env_server(_given(self.files), flags)
+        _begin(f"env-server:{config.name}", config.log)
+        from shmrl.env import server
+
+        server.main(config)
+        return 0
+
+
+def _run_tree(role: str, files: Sequence[Path], flags: Flags) -> Any:
+    """The validated run of these files and flags, with absolute paths; sets up this process's log and title."""
+    from shmrl.config import load_run
+
+    tree = load_run(_given(files), flags).absolute()
+    _begin(role, tree.log)
+    return tree
+
+
+def _given(files: Sequence[Path]) -> Sequence[Path]:
+    if not files:
+        raise ConfigError("give at least one TOML file")
+    return files
+
+
+def _begin(role: str, log: Any) -> None:
+    from setproctitle import setproctitle
+
+    from shmrl.monitor.log import setup
+
+    setup(role, log)
+    setproctitle(f"shmrl:{role}")
+
+
+# ---------------------------------------------------------------------------------------------------- looking inside
+
+
+@dataclass
+class ArenaLs:
+    """List the arenas of this machine."""
+
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self, _: Flags) -> int:
+        from shmrl.arena import commands
+
+        return _show(commands.ls(), commands.render_ls, self.json)
+
+
+@dataclass
+class ArenaStats:
+    """Blocks and bytes of one arena, or of every live one."""
+
+    address: Positional[str | None] = None
+    """shm:<id>, as `arena ls` prints it."""
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self, _: Flags) -> int:
+        from shmrl.arena import commands
+
+        return _show(commands.stats(self.address), commands.render_stats, self.json)
+
+
+@dataclass
+class ArenaGc:
+    """Remove the arenas that no live process is attached to."""
+
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self, _: Flags) -> int:
+        from shmrl.arena import commands
+
+        return _show(commands.gc(), commands.render_gc, self.json)
+
+
+@dataclass
+class Doctor:
+    """Explain what this machine can and cannot do for a run."""
+
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self, _: Flags) -> int:
+        from shmrl.arena import doctor
+
+        return _show(doctor.doctor(), doctor.render, self.json)
+
+
+def _show(value: Any, render: Callable[[Any], str], as_json: bool) -> int:
+    print(json.dumps(value, indent=2, default=str) if as_json else render(value))
+    return 0
+
+
+_ArenaCommand = (
+    Annotated[ArenaLs, subcommand("ls")]
+    | Annotated[ArenaStats, subcommand("stats")]
+    | Annotated[ArenaGc, subcommand("gc")]
+)
+
+_Command = (
+    Annotated[Run, subcommand("run")]
+    | Annotated[Node, subcommand("node")]
+    | Annotated[Orchestrator, subcommand("orchestrator")]
+    | Annotated[Trainer, subcommand("trainer")]
+    | Annotated[Inference, subcommand("inference")]
+    | Annotated[EnvServer, subcommand("env-server")]
+    | Annotated[_ArenaCommand, subcommand("arena", description="Look into shared memory: ls, stats, gc.")]
+    | Annotated[Doctor, subcommand("doctor")]
+)

@@ -1,0 +1,145 @@
+"""The run directory: what lies where under `run.output_dir`, whether it may be used, and how files appear in it whole.
+
+The launcher and `shmrl node` open it (`open_run_dir`) and are the only writers of configs/, logs/ and run.json. The
+orchestrator and the trainer's ranks only ask for `latest_checkpoint`. Imports nothing heavy: every process may.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shmrl.config.load import dump_toml, env_server_from
+from shmrl.config.tree import RunTree
+from shmrl.errors import ConfigError
+
+_RESULTS = ("run.json", "metrics.jsonl", "weights", "checkpoints", "rollouts")
+_OURS = (*_RESULTS, "configs", "logs", "node.toml")
+_STEP = re.compile(r"step_(\d+)")
+
+
+def latest_checkpoint(output_dir: Path) -> int | None:
+    """The highest step whose checkpoint is complete (its `STABLE` file is written last); None without one."""
+    found = (output_dir / "checkpoints").glob("step_*/STABLE")
+    steps = [int(match[1]) for path in found if (match := _STEP.fullmatch(path.parent.name))]
+    return max(steps, default=None)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Put a whole file in place; a reader sees the old text or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run.
+
+    Example: RunDir(Path("runs/x"), attempt=2).env_log("train", "a") is runs/x/logs/attempt_2/envs/train/a.log
+    """
+
+    root: Path
+    attempt: int
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs" / f"attempt_{self.attempt}"
+
+    def log(self, role: str) -> Path:
+        """Log of launcher, orchestrator, trainer or inference."""
+        return self.logs / f"{role}.log"
+
+    def env_log(self, split: str, name: str) -> Path:
+        return self.logs / "envs" / split / f"{name}.log"
+
+    def config(self, role: str) -> Path:
+        """Resolved file of orchestrator, trainer or inference."""
+        return self.root / "configs" / f"{role}.toml"
+
+    def env_config(self, split: str, name: str) -> Path:
+        return self.root / "configs" / "envs" / split / f"{name}.toml"
+
+    @property
+    def record(self) -> Path:
+        return self.root / "run.json"
+
+    def write_configs(self, tree: RunTree) -> None:
+        """The resolved configuration of every role, as `shmrl <role> FILE` reads it."""
+        for role in ("orchestrator", "trainer", "inference"):
+            write_atomic(self.config(role), dump_toml(tree))
+        for index, (split, source) in enumerate(tree.sources):
+            write_atomic(self.env_config(split, source.name), dump_toml(env_server_from(tree, index)))
+
+    def open_logs(self) -> None:
+        """Directories of this attempt's logs, and `latest` and `envs` pointing at them."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for split in ("train", "eval"):
+            (self.logs / "envs" / split).mkdir(parents=True, exist_ok=True)
+        _link(self.root / "logs" / "latest", self.logs.name)
+        _link(self.root / "logs" / "envs", "latest/envs")
+
+    def write_record(self, record: Mapping[str, Any]) -> None:
+        """run.json: status, exit_code, reason, versions, seeds, addresses."""
+        write_atomic(self.record, json.dumps(record, indent=2, default=str) + "\n")
+
+
+def open_run_dir(output_dir: Path, *, resume: bool = False, clean: bool = False) -> RunDir:
+    """The directory of a new attempt. ConfigError when it was used and neither --resume nor --clean is given.
+
+    Resuming drops weights newer than the checkpoint (they belong to steps that will be trained again), all of them
+    when there is no checkpoint yet.
+    """
+    if resume and clean:
+        raise ConfigError("--resume continues a run and --clean removes it: give one of them")
+    used = [name for name in _RESULTS if (output_dir / name).exists()]
+    if used and not (resume or clean):
+        raise ConfigError(
+            f"{output_dir} was used before (it has {', '.join(used)}): continue it with --resume, remove it with "
+            "--clean, or write elsewhere with --run.output-dir DIR"
+        )
+    if clean:
+        for name in _OURS:
+            _remove(output_dir / name)
+    if resume:
+        _drop_weights_after(output_dir, latest_checkpoint(output_dir))
+    return RunDir(output_dir, _next_attempt(output_dir))
+
+
+def peek_run_dir(output_dir: Path) -> RunDir:
+    """Paths of the next attempt, whatever state the directory is in (for --dry-run)."""
+    return RunDir(output_dir, _next_attempt(output_dir))
+
+
+def _next_attempt(output_dir: Path) -> int:
+    names = [path.name.removeprefix("attempt_") for path in (output_dir / "logs").glob("attempt_*")]
+    return 1 + max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def _drop_weights_after(output_dir: Path, step: int | None) -> None:
+    for path in (output_dir / "weights").glob("step_*"):
+        match = _STEP.fullmatch(path.name)
+        if step is None or match is None or int(match[1]) > step:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _link(path: Path, target: str) -> None:
+    """A relative link, replaced atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(path)

@@ -1,0 +1,79 @@
+"""The process table of a run: which roles are started, with which command, logging where. Pure data, no process.
+
+Every role is the command a person would type (`shmrl <role> FILE`), so a run by hand and `shmrl run` start the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shmrl.config import RunTree
+from shmrl.config.rundir import RunDir
+
+SHUTDOWN_TIMEOUT_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One process to start and watch.
+
+    Attributes:
+        final: its clean exit is part of the run's success; any exit of another role is a failure.
+        drains: gets the first Ctrl-C, and takes the run to an orderly end.
+        count: processes that do this role's work (ranks, workers); for the table only.
+
+    Example: Role("orchestrator", ["python", "-m", "shmrl", "orchestrator", "o.toml"], Path("o.log"), final=True)
+    """
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    address: str = ""
+    count: int = 1
+    final: bool = False
+    drains: bool = False
+
+
+def process_table(tree: RunTree, rundir: RunDir, *, resume: bool = False) -> list[Role]:
+    """Every role of a run in the order in which they are started."""
+    again = ["--resume"] if resume else []
+    roles = [_env_server(tree, rundir, i) for i, (_, s) in enumerate(tree.sources) if s.serve.address is None]
+    roles.append(
+        Role(
+            "orchestrator",
+            [*shmrl("orchestrator", rundir.config("orchestrator")), *again],
+            rundir.log("orchestrator"),
+            tree.trainer_address,
+            final=True,
+            drains=True,
+        )
+    )
+    if not tree.inference.urls:
+        command = shmrl("inference", rundir.config("inference"))
+        roles.append(Role("inference", command, rundir.log("inference"), tree.inference.engine_urls[0]))
+    command = [*shmrl("trainer", rundir.config("trainer")), *again]
+    roles.append(Role("trainer", command, rundir.log("trainer"), count=tree.trainer.ranks, final=True))
+    return roles
+
+
+def _env_server(tree: RunTree, rundir: RunDir, index: int) -> Role:
+    split, source = tree.sources[index]
+    command = shmrl("env-server", rundir.env_config(split, source.name))
+    log = rundir.env_log(split, source.name)
+    name = f"env-server {split}/{source.name}"
+    return Role(name, command, log, tree.env_address(index), count=source.serve.pool.workers)
+
+
+def shmrl(*arguments: str | Path) -> list[str]:
+    """A command of this very installation."""
+    return [sys.executable, "-m", "shmrl", *map(str, arguments)]
+
+
+def torch_command(ranks: int, arguments: Sequence[str]) -> list[str]:
+    """`shmrl trainer` under torch's launcher, which starts the ranks (PyPI's `torchrun` is another package)."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    timeouts = ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), "--monitor-interval", "0.1"]
+    return [*launcher, *timeouts, "-m", "shmrl", "trainer", *arguments]

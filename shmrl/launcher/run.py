@@ -1,0 +1,171 @@
+"""`shmrl run` from a validated tree to an exit code: preflight, run directory, janitor, arena, supervisor, verdict.
+
+Runs in the launcher, which owns the names of everything it makes: the arena, the socket directory, the run record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import shmrl
+from shmrl.config import RunTree
+from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, peek_run_dir
+from shmrl.launcher import preflight
+from shmrl.launcher.janitor import Janitor
+from shmrl.launcher.preflight import Budget, size
+from shmrl.launcher.roles import Role, process_table
+from shmrl.launcher.supervisor import Outcome, Supervisor
+from shmrl.node.host import exclusive, hosted, needs_tiny_model, tiny_model_command
+
+if TYPE_CHECKING:
+    from shmrl.arena import Arena
+
+log = logging.getLogger(__name__)
+
+
+def run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
+    """Start the run, watch it to its end, remove everything it made but its results; the exit code.
+
+    Raises ConfigError before anything was started, PortInUse for a taken port, RunError for a directory in use.
+    """
+    budget = preflight.check(tree)
+    with exclusive(tree) as sockets, ExitStack() as stack:
+        rundir = open_run_dir(tree.run.output_dir, resume=resume, clean=clean)
+        rundir.open_logs()
+        stack.enter_context(_log_file(rundir.log("launcher")))
+        run_id = secrets.token_hex(16)
+        janitor = Janitor(run_id, rundir.log("launcher"))
+        stack.callback(janitor.dismiss)
+        janitor.tell(directory=str(sockets), record=str(rundir.record))
+        arena, named = stack.enter_context(hosted(tree, sockets, run_id))
+        janitor.tell(arena=arena.address)
+        rundir.write_configs(named)
+        record = _record(named, rundir)
+        rundir.write_record(record)
+        log.info("%s: attempt %d, logs in %s", tree.run.name, rundir.attempt, rundir.logs)
+        log.info(_budget_line(budget))
+        if resume:
+            log.info("resuming from %s", _checkpoint_name(tree.run.output_dir))
+        outcome = _supervise(named, rundir, arena, Supervisor(run_id, janitor, arena.sweep), resume)
+        rundir.write_record({**record, **_ending(outcome)})
+        log.log(
+            logging.INFO if outcome.code == 0 else logging.ERROR, "%s: %s", outcome.status, outcome.reason or "done"
+        )
+    return outcome.code
+
+
+def _supervise(tree: RunTree, rundir: RunDir, arena: Arena, supervisor: Supervisor, resume: bool) -> Outcome:
+    """Run the process table to its end; a run that finished must have left nothing in the arena."""
+    first = None
+    if needs_tiny_model(tree):
+        first = Role("the tiny model", tiny_model_command(rundir.config("trainer")), rundir.log("launcher"))
+    outcome = asyncio.run(supervisor.run(first, process_table(tree, rundir, resume=resume)))
+    return _without_leaks(arena) if outcome.code == 0 else outcome
+
+
+def _without_leaks(arena: Arena) -> Outcome:
+    """Success, unless blocks are left or more were created than freed."""
+    arena.sweep()
+    stats = arena.stats(exact=True)
+    if stats["blocks"] == 0 and stats["created"] == stats["freed"]:
+        return Outcome(0, "finished", "")
+    for row in arena.ls()[:20]:
+        log.error("left in the arena: %s", row)
+    counts = f"{stats['blocks']} blocks left, {stats['created']} created, {stats['freed']} freed"
+    return Outcome(1, "failed", f"the run finished, but its arena leaks: {counts}")
+
+
+def _checkpoint_name(output_dir: Path) -> str:
+    step = latest_checkpoint(output_dir)
+    return "the start: there is no complete checkpoint yet" if step is None else f"the checkpoint of step {step}"
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """While entered, what the launcher logs goes to its file too."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s launcher %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+# ------------------------------------------------------------------------------------------------------ run.json
+
+
+def _record(tree: RunTree, rundir: RunDir) -> dict[str, Any]:
+    """What run.json says while the run goes on."""
+    servers = {f"{split}/{source.name}": tree.env_address(i) for i, (split, source) in enumerate(tree.sources)}
+    addresses = {
+        "arena": tree.arena.address,
+        "trainer": tree.trainer_address,
+        "inference": tree.inference.engine_urls,
+        "envs": servers,
+    }
+    return {
+        "name": tree.run.name,
+        "status": "running",
+        "exit_code": None,
+        "reason": "",
+        "attempt": rundir.attempt,
+        "started": time.time(),
+        "versions": _versions(),
+        "seeds": {"run": tree.run.seed},
+        "addresses": addresses,
+    }
+
+
+def _ending(outcome: Outcome) -> dict[str, Any]:
+    return {"status": outcome.status, "exit_code": outcome.code, "reason": outcome.reason, "ended": time.time()}
+
+
+def _versions() -> dict[str, str]:
+    """Versions of ourselves, the interpreter and the libraries that decide numbers; nothing is imported for it."""
+    versions = {"shmrl": shmrl.__version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+# ------------------------------------------------------------------------------------------------------ dry run
+
+
+def dry_run(tree: RunTree) -> int:
+    """Check everything, write the resolved configs, print what would be started; starts nothing."""
+    budget = preflight.check(tree)
+    rundir = peek_run_dir(tree.run.output_dir)
+    rundir.write_configs(tree)
+    roles = process_table(tree, rundir)
+    rows = [("role", "count", "address", "log")]
+    rows += [(role.name, str(role.count), role.address, str(role.log)) for role in roles]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(f"configs: {rundir.root / 'configs'}")
+    print(_budget_line(budget))
+    parts = ", ".join(f"{name} {nbytes:,.1f}" for name, nbytes in budget.per_token.items())
+    print(f"bytes per token: {budget.bytes_per_token:,.1f} ({parts})")
+    return 0
+
+
+def _budget_line(budget: Budget) -> str:
+    episodes, tokens = budget.in_flight
+    return (
+        f"arena: {size(budget.capacity)} of {size(budget.free)} free shared memory; at most {size(budget.needed)} in "
+        f"flight ({episodes:,} episodes x {tokens:,} tokens x {budget.bytes_per_token:,.1f} B)"
+    )

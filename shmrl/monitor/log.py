@@ -1,0 +1,70 @@
+"""Logging of every process: stdlib records to stderr, as text (coloured on a terminal) or as JSON lines.
+
+The CLI calls `setup` once per process with the role's name, which stands in every line. Under `shmrl run` the
+launcher has pointed stderr at the role's file. Nothing here knows the run's token, and nobody logs it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+
+from shmrl.config.tree import Log
+
+_TEXT = "%(asctime)s %(levelname).1s %(role)s %(name)s: %(message)s"
+_QUIET = ("aiohttp.access", "asyncio", "httpx", "urllib3", "filelock")
+
+
+def setup(role: str, log: Log) -> None:
+    """Send this process's log to stderr under `role`. `SHMRL_LOG_LEVEL` wins over the file's level."""
+    level = os.environ.get("SHMRL_LOG_LEVEL", log.level).upper()
+    handler = _rich_handler(role) if sys.stderr.isatty() and not log.json_lines else logging.StreamHandler()
+    if log.json_lines:
+        handler.setFormatter(JsonFormatter())
+    elif not sys.stderr.isatty():
+        handler.setFormatter(logging.Formatter(_TEXT, datefmt="%H:%M:%S"))
+    handler.addFilter(_Role(role))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+class _Role(logging.Filter):
+    """Gives every record the role of its process."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self.role = role
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.role = self.role
+        return True
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (seconds), level, role, pid, logger, message, and traceback when there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "role": getattr(record, "role", ""),
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _rich_handler(role: str) -> logging.Handler:
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
+    handler.setFormatter(logging.Formatter(f"{role} %(name)s: %(message)s"))
+    return handler

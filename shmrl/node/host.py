@@ -1,0 +1,196 @@
+"""What exists once per host and run: the arena, the run's token, the directory of ipc sockets, and `shmrl node`.
+
+`shmrl run` (the launcher) and `shmrl node` (by hand) enter `exclusive` and `hosted`; every other process only reads
+what they left: the arena's address and the token's file, both written into the resolved configuration. Whoever hosts
+removes everything at the end; when it was killed, the launcher's janitor does, or the next arena sweeps.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tomli_w
+
+from shmrl.config import ArenaConfig, RunTree, parse_bytes
+from shmrl.config.rundir import RunDir, open_run_dir, write_atomic
+from shmrl.errors import ConfigError, ProcessFailed, RunError
+
+if TYPE_CHECKING:
+    from shmrl.arena import Arena
+
+log = logging.getLogger(__name__)
+
+SHM = Path("/dev/shm")
+SWEEP_S = 1.0
+_TOKEN = re.compile(r"[0-9a-f]{32}")
+_SOCKET_PATH_LIMIT = 107  # sun_path of a unix socket, without its final zero
+
+
+def read_token(arena: ArenaConfig) -> str | None:
+    """The run's token: from `arena.token_file`, else from SHMRL_TOKEN, else None (a server that asks for none)."""
+    if arena.token_file is None:
+        return os.environ.get("SHMRL_TOKEN")
+    try:
+        return arena.token_file.read_text().strip()
+    except OSError as error:
+        raise RunError(f"the run's token cannot be read: {error}; is its `shmrl run` or `shmrl node` alive?") from None
+
+
+def free_shared_memory() -> int:
+    """Bytes that /dev/shm can still take."""
+    stat = os.statvfs(SHM)
+    return stat.f_bavail * stat.f_frsize
+
+
+def capacity_bytes(arena: ArenaConfig) -> int:
+    """The arena's capacity: as configured, else half of the free shared memory."""
+    return parse_bytes(arena.capacity) if arena.capacity is not None else free_shared_memory() // 2
+
+
+@contextmanager
+def exclusive(tree: RunTree) -> Iterator[Path]:
+    """The run's socket directory (0700), held by one host process at a time; removed at the end.
+
+    RunError names the process that holds it: two runs in one output directory would write over each other.
+    """
+    directory = tree.socket_dir
+    if len(str(directory / "trainer.sock")) > _SOCKET_PATH_LIMIT:
+        raise ConfigError(
+            f"{directory}: too long for a unix socket's path ({_SOCKET_PATH_LIMIT} characters): set TMPDIR"
+        )
+    lock = _lock(directory, tree.run.output_dir)
+    try:
+        for leftover in directory.iterdir():
+            if leftover.name != "lock":
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(directory: Path, output_dir: Path) -> int:
+    """A descriptor that holds `directory`/lock; the kernel lets go of it when the process ends, however it ends."""
+    while True:
+        _private(directory.parent)
+        _private(directory)
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(lock, 32, 0).decode() or "unknown"
+            os.close(lock)
+            raise RunError(f"{output_dir} is in use by another run (pid {pid})") from None
+        if os.fstat(lock).st_nlink:  # else: its last holder removed the directory between our open and our lock
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            return lock
+        os.close(lock)
+
+
+def _private(directory: Path) -> None:
+    """Make a directory only we can enter; refuse one that somebody else put there."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stat = directory.lstat()
+    if directory.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o077:
+        raise RunError(f"{directory} is not a private directory of uid {os.getuid()}: remove it")
+
+
+@contextmanager
+def hosted(tree: RunTree, directory: Path, run_id: str) -> Iterator[tuple[Arena, RunTree]]:
+    """The run's arena and token, and the tree that names both; the arena is unlinked at the end."""
+    from shmrl.arena import Arena
+
+    token_file = directory / "token"
+    _write_token(token_file)
+    config = tree.arena
+    arena = Arena.create(
+        capacity_bytes(config), run_id=run_id, orphan_ttl_s=config.orphan_ttl_s, preallocate=config.preallocate
+    )
+    try:
+        named = config.model_copy(update={"address": arena.address, "token_file": token_file})
+        yield arena, tree.model_copy(update={"arena": named})
+    finally:
+        arena.unlink()
+        arena.close()
+
+
+def _write_token(path: Path) -> None:
+    """32 hexadecimal digits, readable by us alone; SHMRL_TOKEN when it is set, so that several hosts can agree."""
+    token = os.environ.get("SHMRL_TOKEN") or secrets.token_hex(16)
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError("SHMRL_TOKEN must be 32 lower-case hexadecimal digits")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token)
+
+
+def tiny_model_command(config: Path) -> list[str]:
+    """The short child that writes the model of `[model.tiny]` and its tokenizer to weights/step_0."""
+    return [sys.executable, "-m", "shmrl.inference.embedded.tiny", str(config)]
+
+
+def needs_tiny_model(tree: RunTree) -> bool:
+    """True when the initial weights are made on the spot and are not there yet."""
+    return tree.model.tiny is not None and not (tree.weights_dir(0) / "config.json").exists()
+
+
+# --------------------------------------------------------------------------------------------------- `shmrl node`
+
+
+def main(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
+    """Host a run whose roles are started by hand, until SIGTERM or Ctrl-C; prints the commands that start them."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with exclusive(tree) as directory:
+        rundir = open_run_dir(tree.run.output_dir, resume=resume, clean=clean)
+        with hosted(tree, directory, secrets.token_hex(16)) as (arena, named):
+            override = rundir.root / "node.toml"
+            rundir.write_configs(named)
+            write_atomic(override, tomli_w.dumps({"arena": _override(named.arena)}))
+            try:
+                _write_tiny_model(named, rundir)
+                print(_instructions(named, rundir), flush=True)
+                while not stop.wait(SWEEP_S):
+                    arena.sweep()
+            finally:
+                override.unlink(missing_ok=True)
+    return 0
+
+
+def _override(arena: ArenaConfig) -> dict[str, str]:
+    return {"address": str(arena.address), "token_file": str(arena.token_file)}
+
+
+def _write_tiny_model(tree: RunTree, rundir: RunDir) -> None:
+    if needs_tiny_model(tree):
+        code = subprocess.run(tiny_model_command(rundir.config("trainer")), check=False).returncode
+        if code:
+            raise ProcessFailed("the child that writes the tiny model", code)
+
+
+def _instructions(tree: RunTree, rundir: RunDir) -> str:
+    """The commands that start the other roles, each in a terminal of its own."""
+    lines = [f"arena {tree.arena.address} is up. Start, each in a terminal of its own:"]
+    if not tree.inference.urls:
+        lines.append(f"  shmrl inference {rundir.config('inference')}")
+    for split, source in tree.sources:
+        if source.serve.address is None:
+            lines.append(f"  shmrl env-server {rundir.env_config(split, source.name)}")
+    lines.append(f"  shmrl trainer {rundir.config('trainer')}")
+    lines.append(f"  shmrl orchestrator {rundir.config('orchestrator')}")
+    return "\n".join([*lines, f"Other files take the arena from {rundir.root / 'node.toml'} as one more file."])

@@ -1,0 +1,1 @@
+"""Tests mirror shmrl/ room by room; what several rooms need is in `tests.support`."""

@@ -1,0 +1,21 @@
+"""Every test leaves no process, no shared memory and no listening port behind, or fails."""
+
+import os
+
+import pytest
+
+from tests.support import leftovers
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+leftovers.mark_descendants()
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing():
+    """Compares what is there after the test with what was; ends leaked processes, so that one test fails, not all."""
+    before = (leftovers.processes(), leftovers.segments(), leftovers.ports())
+    yield
+    left = leftovers.wait_until_gone(before)
+    for process in leftovers.processes() - before[0]:
+        process.kill()
+    assert not left, f"left behind: {left}"

@@ -1,0 +1,39 @@
+"""A launcher over fake roles, as a process of its own so that a test can signal and kill it.
+
+argv: directory, then one role per argument as `name|flags|python code` (flags: f = final, d = drains). Prints the
+outcome as its last line and exits with its code. Every tick appends to `ticks`, as the real one sweeps its arena.
+"""
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from shmrl.launcher.janitor import Janitor
+from shmrl.launcher.roles import Role
+from shmrl.launcher.supervisor import Supervisor
+
+directory = Path(sys.argv[1])
+logging.basicConfig(level="INFO", format="%(message)s")
+
+
+def role(spec):
+    name, flags, code = spec.split("|", 2)
+    command = [sys.executable, "-c", code]
+    return Role(name, command, directory / f"{name}.log", final="f" in flags, drains="d" in flags)
+
+
+def tick():
+    with (directory / "ticks").open("a") as file:
+        file.write(".")
+
+
+roles = [role(spec) for spec in sys.argv[2:]]
+first = next((one for one in roles if one.name == "first"), None)
+janitor = Janitor(f"test-{directory.name}", directory / "janitor.log")
+(directory / "janitor.pid").write_text(str(janitor.pid))
+janitor.tell(directory=str(directory / "sockets"), record=str(directory / "run.json"))
+outcome = asyncio.run(Supervisor(f"test-{directory.name}", janitor, tick).run(first, [r for r in roles if r != first]))
+janitor.dismiss()
+print(outcome, flush=True)
+sys.exit(outcome.code)

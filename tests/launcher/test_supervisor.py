@@ -1,0 +1,222 @@
+"""Start, watch and tear down, on fake roles: real processes, real signals, a launcher in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shmrl.launcher.supervisor import tail
+from tests.support import leftovers
+from tests.support.clock import wait_until
+
+FAKE = Path(__file__).with_name("fake_launcher.py")
+ROOT = FAKE.parents[2]
+SERVE = "import os, pathlib, time; pathlib.Path('{0}').write_text(str(os.getpid())); time.sleep(600)"
+
+
+class Launcher:
+    """The fake launcher's process, its directory, and the pid files its roles write."""
+
+    def __init__(self, directory, *roles):
+        self.directory = directory
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, str(FAKE), str(directory), *(text.replace("DIR", str(directory)) for text in roles)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+
+    def pid(self, name):
+        file = self.directory / f"{name}.pid"
+        return int(wait_until(lambda: file.exists() and file.read_text(), what=f"{name} running"))
+
+    def finish(self, timeout_s=20):
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def kill(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def launch(tmp_path):
+    started = []
+
+    def start(*roles):
+        started.append(Launcher(tmp_path, *roles))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.kill()
+
+
+def server(name, flags=""):
+    return f"{name}|{flags}|" + SERVE.format(f"DIR/{name}.pid")
+
+
+def gone(*pids):
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), what=f"{pids} gone")
+
+
+def test_the_run_ends_with_zero_when_the_final_roles_have_finished_and_servers_are_stopped(launch):
+    launcher = launch(server("env"), "orchestrator|fd|pass", "trainer|f|import time; time.sleep(0.2)")
+    code, output = launcher.finish()
+    assert code == 0, output
+    assert "Outcome(code=0, status='finished', reason='')" in output
+    gone(launcher.pid("env"))
+
+
+def test_the_first_role_runs_alone_and_its_failure_starts_nothing(launch, tmp_path):
+    launcher = launch("first||raise SystemExit(4)", server("env"), "orchestrator|fd|pass")
+    code, output = launcher.finish()
+    assert (code, "first exited with code 4" in output) == (1, True), output
+    assert not (tmp_path / "env.pid").exists()
+
+
+def test_a_failure_names_role_code_last_twenty_lines_and_log(launch, tmp_path):
+    noise = "[print('line', i) for i in range(30)]; raise SystemExit(7)"
+    launcher = launch(server("env"), f"trainer|f|{noise}", server("orchestrator", "fd"))
+    code, output = launcher.finish()
+    assert code == 1
+    assert "trainer exited with code 7" in output
+    assert f"last lines of {tmp_path}/trainer.log:\n  | line 10\n" in output
+    assert "  | line 29\n" in output
+    assert "line 9\n" not in output
+
+
+def test_a_signal_that_killed_a_role_is_named(launch):
+    launcher = launch(server("engine"), server("orchestrator", "fd"))
+    os.kill(launcher.pid("engine"), signal.SIGKILL)
+    code, output = launcher.finish()
+    assert (code, "engine exited with code -9 (killed by SIGKILL)" in output) == (1, True), output
+
+
+def test_a_server_that_exits_with_zero_is_a_failure_too(launch):
+    code, output = launch("env||pass", server("orchestrator", "fd")).finish()
+    assert (code, "env exited with code 0" in output) == (1, True), output
+
+
+def test_roles_that_ignore_sigterm_and_children_in_other_sessions_are_killed(launch, tmp_path):
+    child = SERVE.format("DIR/child.pid")
+    stubborn = (
+        "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f'subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=True); ' + SERVE.format("DIR/env.pid")
+    )
+    launcher = launch(f"env||{stubborn}", server("orchestrator", "fd"))
+    pids = launcher.pid("env"), launcher.pid("child")
+    os.kill(launcher.pid("orchestrator"), signal.SIGKILL)
+    started = time.monotonic()
+    code, output = launcher.finish()
+    assert code == 1, output
+    assert time.monotonic() - started < 10
+    gone(*pids)
+
+
+def test_first_ctrl_c_drains_and_the_run_ends_with_130(launch, tmp_path):
+    drain = (
+        "import os, pathlib, signal, sys, time; "
+        "signal.signal(signal.SIGINT, lambda *_: (pathlib.Path('DIR/drained').touch(), sys.exit(130))); "
+        + SERVE.format("DIR/orchestrator.pid").removeprefix("import os, pathlib, time; ")
+    )
+    trainer = "import pathlib, time\nwhile not pathlib.Path('DIR/drained').exists(): time.sleep(0.02)"
+    launcher = launch(server("env"), f"orchestrator|fd|{drain}", f"trainer|f|{trainer}")
+    launcher.pid("orchestrator")
+    launcher.process.send_signal(signal.SIGINT)
+    code, output = launcher.finish()
+    assert code == 130, output
+    assert "status='interrupted', reason='stopped by Ctrl-C after draining" in output
+
+
+def test_second_ctrl_c_stops_at_once(launch):
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " + SERVE.format("DIR/orchestrator.pid")
+    launcher = launch(server("env"), f"orchestrator|fd|{deaf}")
+    launcher.pid("orchestrator"), launcher.pid("env")
+    launcher.process.send_signal(signal.SIGINT)
+    wait_until(lambda: launcher.process.stdout.readline().startswith("Ctrl-C"), what="drain announced")
+    launcher.process.send_signal(signal.SIGINT)
+    code, output = launcher.finish()
+    assert (code, "reason='stopped by Ctrl-C; continue" in output) == (130, True), output
+
+
+def test_sigterm_stops_with_143(launch):
+    launcher = launch(server("env"), server("orchestrator", "fd"))
+    launcher.pid("orchestrator"), launcher.pid("env")
+    launcher.process.terminate()
+    code, output = launcher.finish()
+    assert (code, "stopped by SIGTERM" in output) == (143, True), output
+
+
+def test_kill_of_the_launcher_leaves_nothing(launch, tmp_path):
+    (tmp_path / "sockets").mkdir()
+    (tmp_path / "sockets" / "trainer.sock").touch()
+    (tmp_path / "run.json").write_text('{"status": "running", "exit_code": null}')
+    child = SERVE.format("DIR/rank.pid")
+    parent = (
+        f'import subprocess, sys; subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=True); '
+        + SERVE.format("DIR/trainer.pid")
+    )
+    launcher = launch(server("env"), f"trainer|f|{parent}", server("orchestrator", "fd"))
+    pids = [launcher.pid(name) for name in ("env", "trainer", "orchestrator", "rank", "janitor")]
+    launcher.process.kill()
+    gone(*pids)
+    assert not (tmp_path / "sockets").exists()
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record == {"status": "killed", "exit_code": 137, "reason": "the launcher was killed"}
+
+
+def test_kill_of_the_janitor_ends_the_run_with_one(launch):
+    launcher = launch(server("env"), server("orchestrator", "fd"))
+    env = launcher.pid("env")
+    os.kill(launcher.pid("janitor"), signal.SIGKILL)
+    code, output = launcher.finish()
+    assert (code, "the janitor (pid" in output) == (1, True), output
+    gone(env)
+
+
+def test_the_janitor_is_small_and_survives_signals(launch, tmp_path):
+    launcher = launch(server("orchestrator", "fd"))
+    janitor = psutil.Process(launcher.pid("janitor"))
+    launcher.pid("orchestrator")
+    wait_until(lambda: (tmp_path / "ticks").exists(), what="a tick")
+    janitor.terminate()
+    janitor.send_signal(signal.SIGINT)
+    assert janitor.memory_info().rss < 24 << 20
+    assert not any("torch" in mapped.path or "numpy" in mapped.path for mapped in janitor.memory_maps())
+    assert janitor.is_running()
+    launcher.process.kill()
+    gone(janitor.pid, launcher.pid("orchestrator"))
+
+
+def test_children_have_one_thread_and_keep_their_mark_under_a_new_title(launch, tmp_path):
+    titled = (
+        "import os, setproctitle; setproctitle.setproctitle('shmrl:env'); "
+        "open('DIR/threads', 'w').write(os.environ['OMP_NUM_THREADS']); " + SERVE.format("DIR/env.pid")
+    )
+    launcher = launch(f"env||{titled}", server("orchestrator", "fd"))
+    pid = launcher.pid("env")
+    assert psutil.Process(pid) in leftovers.processes()
+    assert (tmp_path / "threads").read_text() == "1"
+    launcher.process.kill()
+    gone(pid)
+
+
+def test_the_tail_reaches_back_to_a_traceback_and_stops_before_torchs_report(tmp_path):
+    path = tmp_path / "trainer.log"
+    traceback = ["Traceback (most recent call last):", *(f"  frame {i}" for i in range(40)), "RunError: no batch"]
+    elastic = ["E1129 9762 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0"]
+    path.write_text("\n".join(["early"] * 50 + traceback))
+    assert tail(path) == traceback
+    report = ["Traceback (most recent call last):", *["  launcher"] * 30, "ChildFailedError"]
+    path.write_text("\n".join(["early"] * 50 + traceback + elastic + report))
+    assert tail(path) == traceback + elastic

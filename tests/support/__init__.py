@@ -1,0 +1,1 @@
+"""Real small parts that tests of several rooms use; nothing here is collected."""

@@ -1,0 +1,110 @@
+"""The command line as a user meets it: exit codes, flags as keys, every problem printed, a light start."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import shmrl
+from shmrl.cli import split_flags
+from shmrl.errors import ConfigError
+
+RUN = """
+[run]
+name = "x"
+[model.tiny]
+[orchestrator]
+batch_size = 32
+[[orchestrator.train.source]]
+name = "a"
+env.id = "reverse-text"
+"""
+
+
+def cli(*arguments, **options):
+    command = [sys.executable, "-m", "shmrl", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def test_version_is_printed_and_neither_torch_nor_a_role_is_imported():
+    done = cli("--version")
+    assert (done.returncode, done.stdout) == (0, f"shmrl {shmrl.__version__}\n")
+    code = (
+        "import sys; from shmrl.cli import main; main(['--version']); "
+        "print([n for n in ('torch', 'numpy', 'zmq', 'pydantic', 'shmrl.orchestrator') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[1] == "[]"
+
+
+def test_the_launcher_imports_no_torch():
+    code = (
+        "import sys, shmrl.launcher.run, shmrl.launcher.janitor; "
+        "print([n for n in ('torch', 'transformers', 'numpy') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_keys_are_flags_and_everything_else_is_left_to_the_command():
+    rest, flags = split_flags(["run", "a.toml", "--trainer.optimizer.lr", "3e-4", "--resume", "--run.output-dir=x"])
+    assert rest == ["run", "a.toml", "--resume"]
+    assert flags == {"trainer.optimizer.lr": "3e-4", "run.output-dir": "x"}
+    assert split_flags(["--a.top-k", "-1"]) == ([], {"a.top-k": "-1"})
+
+
+@pytest.mark.parametrize("arguments", [["--run.seed"], ["--run.seed", "--resume"]])
+def test_a_flag_without_a_value_is_refused(arguments):
+    with pytest.raises(ConfigError, match=r"--run\.seed needs a value"):
+        split_flags(arguments)
+
+
+@pytest.mark.parametrize("arguments", [["bogus"], ["run", "--no-such-option"], ["arena"], []])
+def test_usage_errors_exit_with_two(arguments):
+    assert cli(*arguments).returncode == 2
+
+
+def test_every_configuration_problem_is_a_line_on_stderr(config):
+    config.write_text(RUN.replace("batch_size = 32", "batch_sise = 32") + "[traner]\n")
+    done = cli("run", config)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert any("orchestrator.batch_sise = 32: unknown key; did you mean batch_size?" in line for line in lines)
+    assert any("traner" in line and "did you mean trainer?" in line for line in lines)
+
+
+def test_a_missing_file_list_and_a_missing_file_are_named():
+    assert "give at least one TOML file" in cli("run").stderr
+    done = cli("orchestrator", "/nowhere/run.toml")
+    assert (done.returncode, "/nowhere/run.toml" in done.stderr) == (2, True)
+
+
+def test_dry_run_writes_configs_prints_the_table_and_starts_nothing(config, tmp_path):
+    out = tmp_path / "out"
+    done = cli("run", config, "--dry-run", "--run.output-dir", out, "--trainer.ranks", "2")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0] == ["role", "count", "address", "log"]
+    assert lines[1][:4] == ["env-server", "train/a", "1", "tcp://127.0.0.1:5000"]
+    assert [line[0] for line in lines[2:5]] == ["orchestrator", "inference", "trainer"]
+    assert lines[4][1] == "2"
+    assert "free shared memory" in done.stdout
+    assert "bytes per token: 20.2" in done.stdout  # 12.2 + routing 4 layers x top-2 x 1 byte
+    written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    roles = {f"configs/{role}.toml" for role in ("orchestrator", "trainer", "inference")}
+    assert written == {*roles, "configs/envs/train/a.toml"}
+
+
+def test_doctor_and_arena_commands_answer_in_json():
+    for command in (["doctor"], ["arena", "ls"], ["arena", "stats"], ["arena", "gc"]):
+        done = cli(*command, "--json")
+        assert done.returncode == 0, done.stderr
+        json.loads(done.stdout)
