@@ -125,7 +125,7 @@ class TensorBatch(NamedFields):
         wanted = np.dtype(fits[0] if dtype is None else dtype)
         if wanted.kind != "i" or wanted < np.dtype(fits[0]):
             raise PayloadError.of("routing", f"{wanted} cannot hold -1 and {self.num_experts - 1}", value=str(wanted))
-        out = self.routing.astype(wanted)
+        out: NDArray[Any] = self.routing.astype(wanted)
         out[~self.routing_covered] = -1
         return out
 

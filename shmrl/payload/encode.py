@@ -167,6 +167,9 @@ def _check_prefix(arena: Arena, branch: Branch, sample: Sample, n: int) -> None:
     """The first n positions of both must be the same thing, described the same way."""
     if not 0 < n <= min(sample.T, branch.T - 1):
         raise PayloadError.of("prefix", f"{n} positions of a sample of {sample.T} for a branch of {branch.T}", value=n)
+    short = sample.truncated(n)
+    _check_equal("tokens", read_tokens(arena, short), branch.tokens[:n])
+    _check_equal("loss_mask", read_loss_mask(arena, short), branch.loss_mask[:n])
     header = read_header(arena, sample.segments[0][0])
     sampled = branch.loss_mask[:n].any()
     for field in (get_field(name) for name in branch.rows):
@@ -181,9 +184,6 @@ def _check_prefix(arena: Arena, branch: Branch, sample: Sample, n: int) -> None:
         )
     if "routing" in branch.rows and n > sample.R:
         raise PayloadError.of("prefix", f"{sample.R} routing rows for {n} positions; share {sample.R}", value=sample.R)
-    short = sample.truncated(n)
-    _check_equal("tokens", read_tokens(arena, short), branch.tokens[:n])
-    _check_equal("loss_mask", read_loss_mask(arena, short), branch.loss_mask[:n])
 
 
 def _check_equal(what: str, theirs: NDArray[Any], ours: NDArray[Any]) -> None:

@@ -98,7 +98,7 @@ class Routing:
             )
         for first, last in _gaps(covered, low, high):
             rows = segment.rows[first - start : last - start]
-            check_ids("routing", rows, self.num_experts)
+            check_ids("routing", rows, self.num_experts, first)
             out[first:last] = rows
         covered[low:high] = True
 
