@@ -57,7 +57,7 @@ def free_shared_memory() -> int:
 
 
 def capacity_bytes(arena: ArenaConfig) -> int:
-    """The arena's capacity: as configured, else half of the free shared memory (of the free memory, if that is less)."""
+    """The arena's capacity: as configured, else half of the free shared memory (or free memory, if less)."""
     if arena.capacity is not None:
         return parse_bytes(arena.capacity)
     return min(free_shared_memory(), psutil.virtual_memory().available) // 2

@@ -66,7 +66,7 @@ def test_the_token_may_come_from_the_environment_and_is_checked(tree, monkeypatc
 
 def test_a_token_that_is_gone_says_whose_it_was(tree, tmp_path):
     arena = tree.arena.model_copy(update={"token_file": tmp_path / "nowhere"})
-    with pytest.raises(RunError, match="nowhere.*shmrl node"):
+    with pytest.raises(RunError, match=r"nowhere.*shmrl node"):
         read_token(arena)
 
 
