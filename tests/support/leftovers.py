@@ -56,7 +56,7 @@ def _mapped_by_others(name: str, ours: set[int]) -> bool:
         if pid in ours:
             continue
         try:
-            if name in Path(f"/proc/{pid}/maps").read_text():
+            if name.rsplit(".", 1)[0] in Path(f"/proc/{pid}/maps").read_text():  # `live` itself is never mapped
                 return True
         except OSError:
             continue

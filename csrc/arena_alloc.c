@@ -1,0 +1,356 @@
+/* Spans of the data file: pages by segregated good fit with coalescing, cells below 64 KiB, and the rebuild of both.
+ *
+ * Everything here runs under the allocator's lock, in whichever process has it. Nothing here is the truth: pages[], bins
+ * and cell lists are a cache of blocks[], so a holder that dies in the middle costs a rebuild and nothing else. A bin holds
+ * free spans of nearly equal length (8 bins per doubling); a fit is looked for in the own bin first, among spans this
+ * process wrote last, because its page tables still map them.
+ */
+#include "arena_core.h"
+#include "arena_atomics.h"
+#include <errno.h>
+#include <string.h>
+
+#define LOOKS 16 /* spans of the own bin examined before the next bin is taken, whose every span fits */
+
+static unsigned bin_of(uint32_t n)
+{
+    if (n < 8)
+        return n;
+    unsigned log = 31 - (unsigned)__builtin_clz(n);
+    return 8 * (log - 2) + (n >> (log - 3) & 7);
+}
+
+/* Cell sizes: 256 * {1, 1.25, 1.5, 1.75} * 2^k up to 32 KiB; all are multiples of a cache line. */
+static uint32_t cell_size(unsigned cls) { return (256u << (cls / 4)) / 4 * (4 + cls % 4); }
+static unsigned cells_of(unsigned cls) { return SRL_PAGE / cell_size(cls); }
+
+static unsigned cell_class(uint64_t n)
+{
+    unsigned cls = 0;
+    while (cell_size(cls) < n)
+        cls++;
+    return cls;
+}
+
+uint64_t srl_span_nbytes(uint64_t total)
+{
+    if (total == 0)
+        return 0;
+    if (total <= SRL_CELL_MAX)
+        return cell_size(cell_class(total));
+    return (total + SRL_PAGE - 1) / SRL_PAGE * SRL_PAGE;
+}
+
+static void list_push(srl_arena *a, uint32_t *head, uint32_t p)
+{
+    a->pages[p].prev = SRL_NONE;
+    a->pages[p].next = *head;
+    if (*head != SRL_NONE)
+        a->pages[*head].prev = p;
+    *head = p;
+}
+
+static void list_remove(srl_arena *a, uint32_t *head, uint32_t p)
+{
+    srl_page *r = a->pages + p;
+    if (r->prev == SRL_NONE)
+        *head = r->next;
+    else
+        a->pages[r->prev].next = r->next;
+    if (r->next != SRL_NONE)
+        a->pages[r->next].prev = r->prev;
+}
+
+static void mark_ends(srl_arena *a, uint32_t first, uint32_t n, unsigned kind, uint32_t writer)
+{
+    srl_page *ends[2] = {a->pages + first, a->pages + first + n - 1};
+    for (int i = 0; i < 2; i++) {
+        ends[i]->kind = (uint8_t)kind;
+        ends[i]->length = n;
+        ends[i]->last_writer = writer;
+    }
+}
+
+static void bin_insert(srl_arena *a, uint32_t first, uint32_t n, uint32_t writer)
+{
+    unsigned bin = bin_of(n);
+    mark_ends(a, first, n, SRL_PAGE_FREE, writer);
+    list_push(a, a->h->bins + bin, first);
+    a->h->bin_map[bin / 64] |= UINT64_C(1) << bin % 64;
+}
+
+static void bin_remove(srl_arena *a, uint32_t first)
+{
+    unsigned bin = bin_of(a->pages[first].length);
+    list_remove(a, a->h->bins + bin, first);
+    if (a->h->bins[bin] == SRL_NONE)
+        a->h->bin_map[bin / 64] &= ~(UINT64_C(1) << bin % 64);
+}
+
+/* The first non-empty bin at or above `bin`, or SRL_BINS. */
+static unsigned bin_from(const srl_arena *a, unsigned bin)
+{
+    for (unsigned word = bin / 64; word < SRL_BINS / 64; word++) {
+        uint64_t bits = a->h->bin_map[word];
+        if (word == bin / 64)
+            bits &= ~UINT64_C(0) << bin % 64;
+        if (bits)
+            return word * 64 + (unsigned)__builtin_ctzll(bits);
+    }
+    return SRL_BINS;
+}
+
+/* In the own bin: a span this process wrote last, else the shortest that fits, among the first `looks`. */
+static uint32_t fit_in_bin(const srl_arena *a, unsigned bin, uint32_t n, unsigned looks)
+{
+    uint32_t best = SRL_NONE;
+    for (uint32_t p = a->h->bins[bin]; p != SRL_NONE && looks; p = a->pages[p].next, looks--) {
+        const srl_page *r = a->pages + p;
+        if (r->length < n)
+            continue;
+        if (r->last_writer == a->self)
+            return p;
+        if (best == SRL_NONE || r->length < a->pages[best].length)
+            best = p;
+    }
+    return best;
+}
+
+static uint32_t find_span(const srl_arena *a, uint32_t n)
+{
+    unsigned own = bin_of(n);
+    uint32_t p = fit_in_bin(a, own, n, LOOKS);
+    if (p != SRL_NONE)
+        return p;
+    unsigned above = bin_from(a, own + 1);
+    if (above < SRL_BINS)
+        return fit_in_bin(a, above, n, LOOKS);
+    return fit_in_bin(a, own, n, UINT32_MAX); /* the whole bin, before anybody is refused */
+}
+
+static uint32_t pages_take(srl_arena *a, uint32_t n)
+{
+    uint32_t p = find_span(a, n);
+    if (p == SRL_NONE)
+        return SRL_NONE;
+    uint32_t length = a->pages[p].length, writer = a->pages[p].last_writer;
+    bin_remove(a, p);
+    if (length > n)
+        bin_insert(a, p + n, length - n, writer);
+    mark_ends(a, p, n, SRL_PAGE_USED, a->self);
+    return p;
+}
+
+static void pages_give(srl_arena *a, uint32_t first, uint32_t n, uint32_t writer)
+{
+    uint64_t end = a->h->committed_pages;
+    if (first > 0 && a->pages[first - 1].kind == SRL_PAGE_FREE) {
+        uint32_t left = a->pages[first - 1].length;
+        bin_remove(a, first - left);
+        first -= left;
+        n += left;
+    }
+    if (first + n < end && a->pages[first + n].kind == SRL_PAGE_FREE) {
+        uint32_t right = a->pages[first + n].length;
+        bin_remove(a, first + n);
+        n += right;
+    }
+    bin_insert(a, first, n, writer);
+}
+
+static uint32_t cells_page_new(srl_arena *a, unsigned cls)
+{
+    uint32_t p = pages_take(a, 1);
+    if (p == SRL_NONE)
+        return p;
+    srl_page *r = a->pages + p;
+    r->kind = SRL_PAGE_CELLS;
+    r->cell_class = (uint8_t)cls;
+    r->cells_used = 0;
+    memset(r->cells, 0, sizeof r->cells);
+    list_push(a, a->h->cell_pages + cls, p);
+    return p;
+}
+
+static unsigned first_clear(const uint64_t *bits)
+{
+    unsigned word = 0;
+    while (bits[word] == UINT64_MAX)
+        word++;
+    return word * 64 + (unsigned)__builtin_ctzll(~bits[word]);
+}
+
+static int cell_take(srl_arena *a, unsigned cls, uint64_t *offset)
+{
+    uint32_t p = a->h->cell_pages[cls];
+    if (p == SRL_NONE)
+        p = cells_page_new(a, cls);
+    if (p == SRL_NONE)
+        return -ENOSPC;
+    srl_page *r = a->pages + p;
+    unsigned cell = first_clear(r->cells);
+    r->cells[cell / 64] |= UINT64_C(1) << cell % 64;
+    if (++r->cells_used == cells_of(cls))
+        list_remove(a, a->h->cell_pages + cls, p);
+    *offset = (uint64_t)p * SRL_PAGE + (uint64_t)cell * cell_size(cls);
+    return 0;
+}
+
+static void cell_give(srl_arena *a, uint64_t offset, uint32_t writer)
+{
+    uint32_t p = (uint32_t)(offset / SRL_PAGE);
+    srl_page *r = a->pages + p;
+    unsigned cls = r->cell_class, cell = (unsigned)(offset % SRL_PAGE / cell_size(cls));
+    r->cells[cell / 64] &= ~(UINT64_C(1) << cell % 64);
+    if (r->cells_used-- == cells_of(cls))
+        list_push(a, a->h->cell_pages + cls, p);
+    if (r->cells_used)
+        return;
+    list_remove(a, a->h->cell_pages + cls, p);
+    pages_give(a, p, 1, writer);
+}
+
+int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset)
+{
+    *offset = 0;
+    if (span == 0)
+        return 0;
+    if (span < SRL_PAGE) {
+        int rc = cell_take(a, cell_class(span), offset);
+        if (rc)
+            return rc;
+    } else {
+        uint32_t p = span / SRL_PAGE < SRL_NONE ? pages_take(a, (uint32_t)(span / SRL_PAGE)) : SRL_NONE;
+        if (p == SRL_NONE)
+            return -ENOSPC;
+        *offset = (uint64_t)p * SRL_PAGE;
+    }
+    srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes + span);
+    if (a->h->used_bytes > a->h->peak_bytes)
+        srl_store_relaxed(&a->h->peak_bytes, a->h->used_bytes);
+    return 0;
+}
+
+void srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t writer)
+{
+    if (span == 0)
+        return;
+    srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes - span);
+    if (span < SRL_PAGE)
+        cell_give(a, offset, writer);
+    else
+        pages_give(a, (uint32_t)(offset / SRL_PAGE), (uint32_t)(span / SRL_PAGE), writer);
+}
+
+void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count)
+{
+    pages_give(a, (uint32_t)first, (uint32_t)count, SRL_NONE);
+}
+
+/* -------------------------------------------------------------------------------------------------------- rebuild */
+
+static bool span_is_sane(const srl_arena *a, const srl_block *b)
+{
+    uint64_t end = a->h->committed_pages * SRL_PAGE;
+    if (b->span > end || b->offset > end - b->span || b->nbytes > b->span || b->span != srl_span_nbytes(b->span))
+        return false;
+    if (b->span < SRL_PAGE)
+        return b->span == 0 || b->offset % SRL_PAGE % b->span == 0;
+    return b->offset % SRL_PAGE == 0;
+}
+
+static void clear_caches(srl_arena *a)
+{
+    srl_header *h = a->h;
+    memset(a->pages, 0, h->committed_pages * sizeof *a->pages);
+    memset(h->bin_map, 0, sizeof h->bin_map);
+    for (unsigned i = 0; i < SRL_BINS; i++)
+        h->bins[i] = SRL_NONE;
+    for (unsigned i = 0; i < SRL_CELL_CLASSES; i++)
+        h->cell_pages[i] = SRL_NONE;
+    h->free_slot = 0;
+    srl_store_relaxed(&h->used_bytes, 0);
+}
+
+static int place_block(srl_arena *a, const srl_block *b)
+{
+    srl_page *r = a->pages + b->offset / SRL_PAGE;
+    srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes + b->span);
+    if (b->span == 0)
+        return 0;
+    if (b->span >= SRL_PAGE) {
+        if (r->length)
+            return -EUCLEAN; /* two blocks begin on one page */
+        mark_ends(a, (uint32_t)(b->offset / SRL_PAGE), (uint32_t)(b->span / SRL_PAGE), SRL_PAGE_USED, SRL_NONE);
+        return 0;
+    }
+    unsigned cls = cell_class(b->span), cell = (unsigned)(b->offset % SRL_PAGE / b->span);
+    uint64_t bit = UINT64_C(1) << cell % 64;
+    if (r->length && (r->kind != SRL_PAGE_CELLS || r->cell_class != cls || r->cells[cell / 64] & bit))
+        return -EUCLEAN;
+    r->length = 1;
+    r->kind = SRL_PAGE_CELLS;
+    r->cell_class = (uint8_t)cls;
+    r->cells[cell / 64] |= bit;
+    r->cells_used++;
+    return 0;
+}
+
+static void link_what_is_free(srl_arena *a)
+{
+    uint64_t end = a->h->committed_pages;
+    for (uint64_t p = 0; p < end;) {
+        srl_page *r = a->pages + p;
+        if (r->length) {
+            if (r->kind == SRL_PAGE_CELLS && r->cells_used < cells_of(r->cell_class))
+                list_push(a, a->h->cell_pages + r->cell_class, (uint32_t)p);
+            p += r->length;
+            continue;
+        }
+        uint64_t q = p;
+        while (q < end && !a->pages[q].length)
+            q++;
+        bin_insert(a, (uint32_t)p, (uint32_t)(q - p), SRL_NONE);
+        p = q;
+    }
+}
+
+static int check_all(const srl_arena *a)
+{
+    for (uint64_t i = 0; i < a->h->table_used; i++) {
+        unsigned state = SRL_STATE(srl_load_sc(&a->blocks[i].word));
+        if (state > SRL_FREEING || (state != SRL_FREE && !span_is_sane(a, a->blocks + i)))
+            return -EUCLEAN;
+    }
+    return 0;
+}
+
+/* After a takeover: FREEING becomes FREE, and every cache is made anew from the descriptors. */
+int srl_rebuild(srl_arena *a)
+{
+    srl_header *h = a->h;
+    if (h->committed_pages > h->max_pages || h->table_used > h->table_committed || h->table_committed > h->max_blocks)
+        return -EUCLEAN;
+    int rc = check_all(a);
+    if (rc)
+        return rc; /* before anything is changed */
+    clear_caches(a);
+    for (uint64_t i = h->table_used; i-- > 0;) {
+        srl_block *b = a->blocks + i;
+        uint64_t w = srl_load_sc(&b->word);
+        if (SRL_STATE(w) == SRL_FREEING) {
+            w = SRL_WORD(SRL_GEN(w) + 1, SRL_FREE, 0, 0);
+            srl_store_sc(&b->word, w);
+        }
+        if (SRL_STATE(w) == SRL_FREE) {
+            if (SRL_GEN(w) == UINT32_MAX)
+                continue;
+            b->offset = h->free_slot;
+            h->free_slot = i + 1;
+        } else if ((rc = place_block(a, b)) != 0)
+            return rc;
+    }
+    link_what_is_free(a);
+    srl_add_sc(&h->rebuilds, 1);
+    return 0;
+}

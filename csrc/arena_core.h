@@ -1,0 +1,117 @@
+/* The C core of the arena: the operations, over (base address, size) alone.
+ *
+ * Called by shmrl/arena/_arena.pyx in every attached process, and by tests/arena/tsan_driver.c in threads. No names, no
+ * descriptors, no allocation, no Python. Every function returns 0 (or a count) or -errno:
+ *   -ESTALE freed or another generation   -EBUSY still being written     -EPERM not the owner
+ *   -ENOSPC no space                      -EAGAIN the lock was busy      -ETIMEDOUT the lock's live holder kept it
+ *   -EUCLEAN control words contradict     -ECANCELED discarded meanwhile -ENODATA never shipped
+ *   -EMLINK more committed pages wanted   -EXFULL more descriptors wanted
+ *
+ * Concurrency inside a process: srl_acquire, srl_release, srl_ship and srl_done use the private counts, so the caller holds one
+ * mutex around them (the GIL). Everything else may run in any thread. The allocator's lock has a private mutex in front.
+ */
+#ifndef SRL_ARENA_CORE_H
+#define SRL_ARENA_CORE_H
+
+#include "arena_layout.h"
+#include <pthread.h>
+#include <stdbool.h>
+
+/* 1: process `p` is dead, proved by the kernel; 0: alive or not known. Never asked about the caller's own. */
+typedef int (*srl_is_dead_fn)(void *ctx, unsigned p);
+
+typedef struct {
+    uint32_t count, generation; /* holds of this process on a slot, and of which generation */
+} srl_hold;
+
+typedef struct {
+    srl_header *h;
+    srl_process *processes;
+    uint64_t *pending;
+    srl_page *pages;
+    srl_block *blocks;
+    uint32_t self;      /* own process index, SRL_NONE for an inspector */
+    srl_hold *holds;    /* [max_blocks], zeroed, private to this process */
+    srl_is_dead_fn is_dead;
+    void *ctx;
+    pthread_mutex_t mutex; /* in front of the shared lock: owner == self then means a dead predecessor */
+    bool freed;            /* under the lock: space came back, wake the queue after letting go */
+    unsigned nonces_left;  /* under the lock: random words not yet used */
+    uint64_t nonces[32];
+} srl_arena;
+
+typedef struct {
+    uint64_t nbytes, room; /* payload; bytes wanted behind it for the tail */
+    const char *tag;
+    uint32_t tag_len;
+    uint32_t slot, generation; /* out */
+    uint64_t nonce, offset;    /* out */
+} srl_request;
+
+typedef struct {
+    uint64_t blocks, used_bytes, peak_bytes, committed_bytes, capacity_bytes, created, freed, orphaned, spilled, waits;
+} srl_stats;
+
+/* layout, arena_open.c */
+uint64_t srl_ctl_size(uint64_t capacity, uint32_t max_blocks);
+uint64_t srl_ctl_fixed_size(uint32_t max_blocks); /* what must be committed before srl_format */
+uint32_t srl_max_blocks(uint64_t capacity);
+void srl_format(void *ctl, uint64_t capacity, const srl_header *given); /* everything but the magic */
+void srl_publish(void *ctl);                                            /* the magic */
+int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size);
+uint64_t srl_now_ns(int clock);
+
+/* the allocator's lock and the queue for space, arena_lock.c. deadline_ns: CLOCK_MONOTONIC, 0 = do not wait */
+int srl_lock(srl_arena *a, uint64_t deadline_ns);
+void srl_unlock(srl_arena *a);
+void srl_drain_if_free(srl_arena *a); /* returns pending blocks if the lock is free; never waits */
+unsigned srl_lock_owner(const srl_arena *a);
+void srl_queue_enter(srl_arena *a);
+void srl_queue_leave(srl_arena *a);
+bool srl_queue_first(const srl_arena *a);
+void srl_space_wait(srl_arena *a, uint32_t seen, uint64_t timeout_ns);
+void srl_space_wake(srl_arena *a);
+
+/* spans, under the lock, arena_alloc.c */
+uint64_t srl_span_nbytes(uint64_t total);
+int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset);
+void srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t last_writer);
+void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count);
+int srl_rebuild(srl_arena *a);
+
+/* blocks, arena_block.c */
+int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns);
+int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bool checked);
+int srl_abort(srl_arena *a, uint32_t slot, uint32_t gen);
+int srl_acquire(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce);
+void srl_release(srl_arena *a, uint32_t slot);
+int srl_adopt(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce);
+int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce);
+int srl_ship(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t readers, int64_t step);
+int srl_done(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t reader);
+int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t len);
+void srl_finish(srl_arena *a, srl_block *b);
+void srl_drain(srl_arena *a); /* under the lock: returns every pending block */
+bool srl_done_complete(const srl_block *b);
+void srl_pend(srl_arena *a, uint32_t slot);
+
+/* growth: the caller has committed the bytes already */
+int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns);
+int srl_commit_table(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns);
+
+/* recovery and inspection, arena_sweep.c */
+void srl_sweep(srl_arena *a, uint32_t process); /* the caller holds byte 256 + process */
+int64_t srl_expire_orphans(srl_arena *a);
+void srl_get_stats(const srl_arena *a, srl_stats *out);
+int srl_fsck(srl_arena *a, char *out, unsigned out_len);
+
+/* bytes: copy.c, crc32c.c */
+void srl_copy(void *to, const void *from, size_t nbytes, bool hot);
+void srl_copy_crc(void *to, const void *from, size_t nbytes, bool hot, uint32_t *crcs); /* one crc per SRL_PAGE */
+uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes);
+void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out); /* one crc per block */
+int64_t srl_crc_verify(const void *bytes, size_t nbytes, size_t block, const uint32_t *want); /* first bad block or -1 */
+
+static inline srl_block *srl_at(const srl_arena *a, uint32_t slot) { return a->blocks + slot; }
+
+#endif

@@ -1,0 +1,92 @@
+/* The layout of a ctl file: how large it is, how it is made, and whether a mapped one can be believed. */
+#include "arena_core.h"
+#include "arena_atomics.h"
+#include <errno.h>
+#include <string.h>
+#include <time.h>
+
+#define ALIGN(n, to) (((n) + (to) - 1) / (to) * (to))
+
+static uint64_t pages_of(uint64_t capacity) { return capacity / SRL_PAGE; }
+static uint64_t processes_off(void) { return 4096; }
+static uint64_t pending_off(void) { return processes_off() + SRL_MAX_PROCESSES * sizeof(srl_process); }
+static uint64_t pages_off(uint32_t max_blocks) { return pending_off() + ALIGN(max_blocks / 8, 4096); }
+
+static uint64_t blocks_off(uint64_t capacity, uint32_t max_blocks)
+{
+    return pages_off(max_blocks) + ALIGN(pages_of(capacity) * sizeof(srl_page), 65536);
+}
+
+uint64_t srl_now_ns(int clock)
+{
+    struct timespec t;
+    clock_gettime(clock, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* The smallest cell is 256 bytes, so this many descriptors are enough for any mix but empty payloads. */
+uint32_t srl_max_blocks(uint64_t capacity)
+{
+    uint64_t n = capacity / 256;
+    if (n < 4096)
+        n = 4096;
+    if (n > (UINT64_C(8) << 20))
+        n = UINT64_C(8) << 20;
+    return (uint32_t)ALIGN(n, 4096);
+}
+
+uint64_t srl_ctl_size(uint64_t capacity, uint32_t max_blocks)
+{
+    return blocks_off(capacity, max_blocks) + (uint64_t)max_blocks * sizeof(srl_block);
+}
+
+uint64_t srl_ctl_fixed_size(uint32_t max_blocks) { return pages_off(max_blocks); }
+
+void srl_format(void *ctl, uint64_t capacity, const srl_header *given)
+{
+    srl_header *h = ctl;
+    *h = *given;
+    h->magic = 0;
+    h->version = SRL_VERSION;
+    h->capacity = capacity;
+    h->max_pages = (uint32_t)pages_of(capacity);
+    h->max_blocks = srl_max_blocks(capacity);
+    h->ctl_size = srl_ctl_size(capacity, h->max_blocks);
+    h->pending_off = pending_off();
+    h->pages_off = pages_off(h->max_blocks);
+    h->blocks_off = blocks_off(capacity, h->max_blocks);
+    h->created_ns = srl_now_ns(CLOCK_BOOTTIME);
+    h->next_ticket = 1;
+    for (unsigned i = 0; i < SRL_BINS; i++)
+        h->bins[i] = SRL_NONE;
+    for (unsigned i = 0; i < SRL_CELL_CLASSES; i++)
+        h->cell_pages[i] = SRL_NONE;
+}
+
+void srl_publish(void *ctl) { srl_store_release(&((srl_header *)ctl)->magic, SRL_MAGIC); }
+
+int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size)
+{
+    srl_header *h = ctl;
+    if (ctl_size < pending_off())
+        return -EUCLEAN;
+    if (srl_load_acquire(&h->magic) != SRL_MAGIC || h->version != SRL_VERSION)
+        return -EUCLEAN;
+    uint64_t capacity = h->capacity;
+    if (capacity == 0 || capacity % SRL_PAGE || capacity / SRL_PAGE >= SRL_NONE ||
+        h->max_blocks != srl_max_blocks(capacity) || h->ctl_size != srl_ctl_size(capacity, h->max_blocks) ||
+        h->ctl_size > ctl_size || h->max_pages != pages_of(capacity) || h->pending_off != pending_off() ||
+        h->pages_off != pages_off(h->max_blocks) || h->blocks_off != blocks_off(capacity, h->max_blocks) ||
+        h->max_processes == 0 || h->max_processes > SRL_MAX_PROCESSES || h->committed_pages > h->max_pages ||
+        h->table_committed > h->max_blocks || h->table_used > h->table_committed)
+        return -EUCLEAN;
+    memset(a, 0, sizeof *a);
+    a->h = h;
+    a->processes = (void *)((char *)ctl + processes_off());
+    a->pending = (void *)((char *)ctl + h->pending_off);
+    a->pages = (void *)((char *)ctl + h->pages_off);
+    a->blocks = (void *)((char *)ctl + h->blocks_off);
+    a->self = SRL_NONE;
+    pthread_mutex_init(&a->mutex, NULL);
+    return 0;
+}

@@ -1,0 +1,93 @@
+# What the binding sees of csrc/: the structs and functions of arena_core.h and arena_live.h. Cython reads it with _arena.pyx.
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+
+cdef extern from "arena_live.h" nogil:
+    enum: SRL_PAGE
+    enum: SRL_TAG_MAX
+    enum: SRL_UNCHECKED
+    enum: SRL_WRITING
+
+    ctypedef struct srl_block:
+        uint64_t word, offset, nbytes, nonce, birth_ns, span
+        uint32_t readers, tail_nbytes, crc
+
+    ctypedef struct srl_process:
+        uint64_t used, ticket, pid, since_ns
+        char name[88]
+
+    ctypedef struct srl_header:
+        uint32_t version, max_processes
+        uint8_t id[16]
+        uint32_t node, boot
+        uint64_t capacity, ctl_size
+        uint32_t max_pages, max_blocks, table_step
+        uint64_t pages_off, blocks_off, orphan_ttl_ns, created_ns
+        char run_id[64]
+        uint64_t lock, used_bytes, committed_pages, table_committed, table_used
+        uint32_t space_seq
+
+    ctypedef struct srl_hold:
+        uint32_t count, generation
+
+    ctypedef struct srl_arena:
+        srl_header *h
+        srl_process *processes
+        srl_block *blocks
+        uint32_t self
+        srl_hold *holds
+
+    ctypedef struct srl_request:
+        uint64_t nbytes, room
+        const char *tag
+        uint32_t tag_len, slot, generation
+        uint64_t nonce, offset
+
+    ctypedef struct srl_stats:
+        uint64_t blocks, used_bytes, peak_bytes, committed_bytes, capacity_bytes
+        uint64_t created, freed, orphaned, spilled, waits
+
+    ctypedef struct srl_live:
+        int fd, detached
+
+    uint64_t srl_ctl_size(uint64_t capacity, uint32_t max_blocks)
+    uint64_t srl_ctl_fixed_size(uint32_t max_blocks)
+    uint32_t srl_max_blocks(uint64_t capacity)
+    void srl_format(void *ctl, uint64_t capacity, const srl_header *given)
+    void srl_publish(void *ctl)
+    int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size)
+    uint64_t srl_now_ns(int clock)
+    int srl_lock(srl_arena *a, uint64_t deadline_ns)
+    void srl_unlock(srl_arena *a)
+    void srl_drain_if_free(srl_arena *a)
+    uint32_t srl_lock_owner(const srl_arena *a)
+    void srl_queue_enter(srl_arena *a)
+    void srl_queue_leave(srl_arena *a)
+    void srl_space_wait(srl_arena *a, uint32_t seen, uint64_t timeout_ns)
+    int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns)
+    int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bint checked)
+    int srl_abort(srl_arena *a, uint32_t slot, uint32_t gen)
+    int srl_acquire(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
+    void srl_release(srl_arena *a, uint32_t slot)
+    int srl_adopt(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
+    int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
+    int srl_ship(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t readers, int64_t step)
+    int srl_done(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t reader)
+    int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t length)
+    int srl_commit_pages(srl_arena *a, uint64_t first, uint64_t end, uint64_t deadline_ns)
+    int srl_commit_table(srl_arena *a, uint64_t first, uint64_t end, uint64_t deadline_ns)
+    void srl_sweep(srl_arena *a, uint32_t process)
+    void srl_get_stats(const srl_arena *a, srl_stats *out)
+    int srl_fsck(srl_arena *a, char *out, unsigned out_len)
+    void srl_copy_crc(void *to, const void *src, size_t nbytes, bint hot, uint32_t *crcs)
+    void srl_copy(void *to, const void *src, size_t nbytes, bint hot)
+    uint32_t srl_crc32c(uint32_t crc, const void *data, size_t nbytes)
+    void srl_crc_blocks(const void *data, size_t nbytes, size_t block, uint32_t *out)
+    int64_t srl_crc_verify(const void *data, size_t nbytes, size_t block, const uint32_t *want)
+    int srl_live_try(int fd, unsigned byte, unsigned nbytes)
+    int srl_live_taken(int fd, unsigned byte, unsigned nbytes)
+    void srl_live_watch_forks(srl_live *live)
+    void srl_live_unwatch(srl_live *live)
+    int srl_claim(srl_arena *a, srl_live *live)
+    int srl_sweep_dead(srl_arena *a, srl_live *live)
+    int srl_others_alive(const srl_arena *a, srl_live *live)

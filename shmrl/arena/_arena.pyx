@@ -1,0 +1,906 @@
+"""The binding: views, blocks and the hot half of `Arena`, over the C core. Runs in every attached process.
+
+Two rules of lifecycle. A `View` or an open `Block` keeps its `Core` mapped: `close()` forbids new work at once and unmaps
+with the last of them. And everything that touches the private hold counts runs under the interpreter's lock; only copies,
+checksums, waits and sweeps release it. Cold paths (files, growth, messages) are in arena.py, which subclasses `Core`.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
+from cpython.exc cimport PyErr_CheckSignals
+from libc.errno cimport EAGAIN, EBUSY, ENOSPC, EPERM, ESTALE, ETIMEDOUT
+from libc.string cimport memcpy, memset
+from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
+from posix.mman cimport mmap, munmap
+from posix.time cimport CLOCK_MONOTONIC
+from posix.unistd cimport close as close_fd, getpid
+
+import warnings
+
+from shmrl.arena import columns as tails
+from shmrl.errors import (
+    AlreadyFreed, ArenaClosed, ArenaCorrupt, ArenaError, ChecksumError, ForeignArena, NotOwner, NotSealed, PeerStalled,
+    StaleHandle, TooManyProcesses, ViewsAlive,
+)
+from shmrl.types import HANDLE_VERSION, Handle
+
+cdef extern from "errno.h":
+    enum: ECANCELED, EMLINK, ENODATA, EUCLEAN, EUSERS, EXFULL
+
+cdef extern from "fcntl.h" nogil:
+    int posix_fallocate(int fd, int64_t offset, int64_t length)
+
+cdef uint64_t RELEASE_GIL_FROM = 65536  # bytes: shorter copies are over before another thread could start
+cdef uint64_t TICK_NS = 20_000_000  # a waiter looks at least this often: for the dead, and for frees without a wake
+cdef uint64_t LOCK_NS = 5_000_000_000  # how long cold operations wait for the allocator's lock
+cdef uint64_t NO_DEADLINE = (<uint64_t> 1) << 62
+
+
+cdef struct Parts:
+    uint32_t slot
+    uint32_t generation
+    uint64_t nonce
+
+
+ERRORS = {
+    -ESTALE: (StaleHandle, "was freed, or its slot belongs to another generation"),
+    -EBUSY: (NotSealed, "is still being written"),
+    -EPERM: (NotOwner, "belongs to another process; adopt it first"),
+    -ECANCELED: (AlreadyFreed, "was discarded before it was sealed"),
+    -ENODATA: (ValueError, "was never shipped"),
+    -EUCLEAN: (ArenaCorrupt, "the arena's control words contradict each other"),
+    -EUSERS: (TooManyProcesses, "every process slot of the arena is taken by a live process"),
+    -EAGAIN: (ArenaError, "no random bytes from the kernel"),
+}
+
+
+cdef int check(int rc, object what) except -1:
+    """The one place where a C code becomes an exception; `what` is the handle or the operation."""
+    if rc >= 0:
+        return 0
+    kind, text = ERRORS.get(rc, (ArenaError, f"error {-rc}"))
+    raise kind(f"{what!r} {text}")
+
+
+cdef inline uint64_t deadline_of(object timeout_s):
+    if timeout_s is None:
+        return NO_DEADLINE
+    return srl_now_ns(CLOCK_MONOTONIC) + <uint64_t> (max(0.0, min(float(timeout_s), 1e9)) * 1e9)
+
+
+cdef inline uint64_t aligned(uint64_t n) noexcept nogil:
+    return (n + 7) & ~(<uint64_t> 7)
+
+
+cdef uint64_t plain_tail(uint64_t nbytes):
+    """Room behind a payload without columns: none for one checksum block, whose crc is in the descriptor."""
+    if nbytes <= SRL_PAGE:
+        return 0
+    return aligned(nbytes) - nbytes + 16 + 4 * ((nbytes + SRL_PAGE - 1) // SRL_PAGE)
+
+
+cdef uint64_t column_tail(uint64_t nbytes):
+    """Room for any 24 columns: their table, a checksum per 512 bytes (512 rows of one byte), one more per column."""
+    return 8 + 16 + 24 * (64 + 4) + 4 * ((nbytes + 511) // 512)
+
+
+@cython.no_gc_clear
+cdef class View:
+    """Read-only flat bytes of one block, or of one field's rows; the mapping itself. `np.frombuffer(view)` copies nothing.
+
+    Dropping it releases it. `release()` does so at once, or raises ViewsAlive while arrays made from it live; leaving a
+    `with` block then defers to the last of them. Cannot be pickled: send `handle` instead.
+    """
+    cdef Core core            # keeps the mapping
+    cdef readonly object handle
+    cdef uint32_t slot        # descriptor whose hold this view has
+    cdef const uint8_t *at    # first byte
+    cdef Py_ssize_t n         # bytes
+    cdef int exports          # live buffers
+    cdef bint held, leaving   # holds the block; release with the last export
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        if not self.held:
+            raise BufferError("the view was released")
+        PyBuffer_FillInfo(buffer, self, <void *> self.at, self.n, 1, flags)
+        self.exports += 1
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        self.exports -= 1
+        if self.leaving and not self.exports:
+            self._drop()
+
+    cdef void _drop(self):
+        if self.held:
+            self.held = False
+            self.core._let_go(self.slot)
+
+    @property
+    def nbytes(self):
+        """Bytes in the view."""
+        return self.n
+
+    def __len__(self):
+        return self.n
+
+    def release(self):
+        """Lets go of the block; a second call does nothing. ViewsAlive while arrays made from the view live."""
+        if self.exports:
+            raise ViewsAlive(f"{self.exports} buffers made from the view of {self.handle!r} are alive")
+        self._drop()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        if self.exports:
+            self.leaving = True
+        else:
+            self._drop()
+
+    def __reduce__(self):
+        raise TypeError("a view is memory of this process; send its handle")
+
+    def __dealloc__(self):
+        self._drop()
+
+
+@cython.no_gc_clear
+cdef class Block:
+    """A reserved block: fill `buffer`, then `seal()`. Leaving `with` unsealed frees it. Made by `Arena.reserve`."""
+    cdef Core core
+    cdef uint32_t slot, generation
+    cdef uint64_t nonce, offset, n, room
+    cdef int exports              # live buffers: their bytes cannot go back to the pool
+    cdef bint open, abandoned, held
+    cdef readonly object handle   # None until sealed
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        if not self.open:
+            raise BufferError("the block is sealed or freed")
+        PyBuffer_FillInfo(buffer, self, self.core.data + self.offset, <Py_ssize_t> self.n, 0, flags)
+        self.exports += 1
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        self.exports -= 1
+        if self.exports:
+            return
+        if self.abandoned:
+            self._free()
+        elif self.held:
+            self.held = False
+            self.core._let_go(self.slot)
+
+    @property
+    def buffer(self):
+        """Writable memoryview of the payload, uint8 [nbytes]. Not for use after seal()."""
+        return memoryview(self)
+
+    @property
+    def nbytes(self):
+        """Payload bytes."""
+        return self.n
+
+    def seal(self, checksum=True, columns=None):
+        """Publishes the block -> Handle. `columns`: (field, offset, row_nbytes, rows) of each, in bytes of the payload.
+
+        checksum=False is O(1) and marks the block as unchecked. Errors: AlreadyFreed if its tag was discarded meanwhile,
+        ValueError for columns that overlap or leave the payload, or a second seal.
+        """
+        if not self.open:
+            raise ValueError("the block was sealed or freed already")
+        self.core._alive()
+        cdef uint32_t crc = 0, tail = 0
+        if columns is not None:
+            tail = self.core._write_columns(self, columns, checksum, &crc)
+        elif checksum:
+            tail = self.core._write_checksums(self, &crc)
+        return self._publish(tail, crc, checksum)
+
+    cdef object _publish(self, uint32_t tail, uint32_t crc, bint checked):
+        cdef int rc = srl_seal(&self.core.a, self.slot, self.generation, tail, crc, checked)
+        self.open = False
+        if rc == 0:
+            self.handle = self.core._handle(self.slot, self.generation, self.nonce, self.n)
+            if self.exports and srl_acquire(&self.core.a, self.slot, self.generation, self.nonce) == 0:
+                self.held = True  # a writable array is still about: its bytes may not become another block's
+                self.core.users += 1
+        self.core._leave()
+        check(rc, f"block tagged for slot {self.slot}")
+        return self.handle
+
+    def free(self):
+        """Gives the unsealed block back; after seal() it does nothing. Bytes return with the last live buffer."""
+        if not self.open:
+            return
+        self.open = False
+        if self.exports:
+            self.abandoned = True
+        else:
+            self._free()
+
+    cdef void _free(self):
+        self.abandoned = False
+        if not self.core.live.detached:
+            srl_abort(&self.core.a, self.slot, self.generation)
+        self.core._leave()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.free()
+
+    def __dealloc__(self):
+        if self.open:
+            self.open = False
+            self._free()
+            warnings.warn(f"a reserved block of {self.n} bytes was dropped without seal() or free()", ResourceWarning, 1)
+
+
+cdef class Core:
+    """An attached arena. Everything hot; `shmrl.arena.Arena` adds files, growth, statistics and messages."""
+    cdef srl_arena a
+    cdef srl_live live
+    cdef uint8_t *ctl
+    cdef uint8_t *data           # one mapping of the whole capacity, read-only until the first reserve
+    cdef uint64_t data_nbytes, ctl_nbytes, holds_nbytes
+    cdef int ctl_fd, data_fd
+    cdef Py_ssize_t users        # views, blocks and calls without the GIL that need the mappings
+    cdef uint32_t node, number   # what every handle of this arena carries
+    cdef uint32_t reader_index
+    cdef bint attached, shut, writable, waiting
+
+    def __cinit__(self):
+        self.live.fd = self.ctl_fd = self.data_fd = -1
+
+    def _attach(self, int live_fd, int ctl_fd, int data_fd, uint64_t ctl_nbytes, bytes name, reader):
+        """Maps ctl and data, claims a process slot. Owns the descriptors from here on, also when it raises."""
+        self.live.fd, self.ctl_fd, self.data_fd, self.ctl_nbytes = live_fd, ctl_fd, data_fd, ctl_nbytes
+        self.ctl = <uint8_t *> mmap(NULL, ctl_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, ctl_fd, 0)
+        if self.ctl == <uint8_t *> MAP_FAILED:
+            self.ctl = NULL
+            raise ArenaError(f"cannot map {ctl_nbytes} bytes of control words (RLIMIT_AS?)")
+        check(srl_open(&self.a, self.ctl, ctl_nbytes), "attach:")
+        self.holds_nbytes = self.a.h.max_blocks * sizeof(srl_hold)
+        self.a.holds = <srl_hold *> mmap(NULL, self.holds_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        self.data_nbytes = self.a.h.capacity
+        self.data = <uint8_t *> mmap(NULL, self.data_nbytes, PROT_READ, MAP_SHARED, data_fd, 0)
+        if self.data == <uint8_t *> MAP_FAILED or self.a.holds == <srl_hold *> MAP_FAILED:
+            self.data = NULL
+            raise ArenaError(f"cannot map {self.data_nbytes} bytes of data (RLIMIT_AS?)")
+        check(srl_claim(&self.a, &self.live), "attach:")
+        self.attached = True
+        srl_live_watch_forks(&self.live)
+        self.node = self.a.h.node
+        memcpy(&self.number, self.a.h.id, 4)
+        self.reader_index = self.a.self if reader is None else reader
+        self._describe(name)
+
+    cdef void _describe(self, bytes name):
+        cdef srl_process *me = self.a.processes + self.a.self
+        cdef Py_ssize_t n = min(len(name), <Py_ssize_t> sizeof(me.name) - 1)
+        memset(me.name, 0, sizeof(me.name))
+        memcpy(me.name, PyBytes_AsString(name), n)
+        me.pid = getpid()
+        me.since_ns = srl_now_ns(7)  # CLOCK_BOOTTIME
+
+    def _make_writable(self, int fd):
+        """Replaces the read-only mapping in place, so that live views stay valid; owns `fd`."""
+        cdef void *at = mmap(self.data, self.data_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0)
+        if at == MAP_FAILED:
+            close_fd(fd)
+            raise ArenaError(f"cannot map {self.data_nbytes} bytes of data for writing")
+        close_fd(self.data_fd)
+        self.data_fd = fd
+        self.writable = True
+
+    # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    cdef int _alive(self) except -1:
+        if self.shut or self.live.detached or not self.attached:
+            raise ArenaClosed("this process is a fork of the one that attached; attach again" if self.live.detached
+                              else "the arena was closed")
+        return 0
+
+    cdef void _leave(self):
+        self.users -= 1
+        if self.shut and not self.users:
+            self._tear_down()
+
+    cdef void _let_go(self, uint32_t slot):
+        """A hold ends. In a forked child the hold is the parent's, and is left alone."""
+        if not self.live.detached:
+            srl_release(&self.a, slot)
+        self._leave()
+
+    cdef void _tear_down(self):
+        if self.attached:
+            self.attached = False
+            if not self.live.detached:
+                srl_live_unwatch(&self.live)
+                srl_sweep(&self.a, self.a.self)  # a clean close is the sweep of oneself, with the byte still locked
+        if self.data != NULL:
+            munmap(self.data, self.data_nbytes)
+        if self.a.holds != NULL:
+            munmap(self.a.holds, self.holds_nbytes)
+        if self.ctl != NULL:
+            munmap(self.ctl, self.ctl_nbytes)
+        self.data, self.a.holds, self.ctl = NULL, NULL, NULL
+        for fd in (self.data_fd, self.ctl_fd, self.live.fd):
+            if fd >= 0:
+                close_fd(fd)
+        self.data_fd = self.ctl_fd = self.live.fd = -1
+
+    def close(self):
+        """Detaches this process: its unsealed blocks are freed, its sealed ones become orphans. Idempotent.
+
+        With live views the memory stays mapped, and held, until the last of them is gone.
+        """
+        if self.shut:
+            return
+        self.shut = True
+        if not self.users:
+            self._tear_down()
+
+    @property
+    def closed(self):
+        """True after close(), and in a forked child."""
+        return self.shut or bool(self.live.detached)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def __dealloc__(self):
+        if self.attached and not self.shut and not self.live.detached:
+            self._tear_down()
+            warnings.warn("an attached arena was dropped without close()", ResourceWarning, 1)
+        else:
+            self._tear_down()
+
+    # -------------------------------------------------------------------------------------------------------- handles
+
+    cdef object _handle(self, uint32_t slot, uint32_t generation, uint64_t nonce, uint64_t nbytes):
+        cdef uint8_t raw[32]
+        raw[0], raw[1] = HANDLE_VERSION, 0
+        memcpy(raw + 2, &self.node, 4)
+        memcpy(raw + 6, &self.number, 4)
+        memcpy(raw + 10, &slot, 4)
+        memcpy(raw + 14, &generation, 4)
+        memcpy(raw + 18, &nbytes, 6)
+        memcpy(raw + 24, &nonce, 8)
+        return Handle(PyBytes_FromStringAndSize(<char *> raw, 32))
+
+    cdef int _parts(self, object handle, Parts *out) except -1:
+        """Slot, generation and nonce of a handle of this arena. TypeError, ForeignArena."""
+        self._alive()
+        if not isinstance(handle, bytes) or len(handle) != 32:
+            raise TypeError(f"expected a Handle, got {type(handle).__name__}")
+        cdef const uint8_t *raw = <const uint8_t *> PyBytes_AsString(handle)
+        cdef uint32_t node, number
+        memcpy(&node, raw + 2, 4)
+        memcpy(&number, raw + 6, 4)
+        if raw[0] != HANDLE_VERSION or node != self.node or number != self.number:
+            raise ForeignArena(f"handle of version {raw[0]}, node {node:08x}, arena {number:08x}; "
+                               f"this is node {self.node:08x}, arena {self.number:08x}")
+        memcpy(&out.slot, raw + 10, 4)
+        memcpy(&out.generation, raw + 14, 4)
+        memcpy(&out.nonce, raw + 24, 8)
+        return 0
+
+    # -------------------------------------------------------------------------------------------------------- writing
+
+    def reserve(self, nbytes, tag="", timeout_s=30.0, on_full="block", hot=False):
+        """A block of `nbytes` to fill in place -> Block (use it with `with`; leaving without seal() frees it).
+
+        tag: "run/source/group/episode", at most 112 bytes. on_full: "block" waits up to timeout_s (None = for ever) for
+        space, "raise" does not. `hot` matters to put() alone; it is accepted so that both take the same arguments.
+        Errors: ArenaFull, PeerDied, PeerStalled, ArenaClosed, ValueError.
+        """
+        return self._reserve(nbytes, column_tail(nbytes), tag, timeout_s, on_full)
+
+    cdef Block _reserve(self, object nbytes, uint64_t room, str tag, object timeout_s, str on_full):
+        self._alive()
+        if not 0 <= nbytes < 1 << 48:
+            raise ValueError(f"nbytes={nbytes}: a block has 0 to 2^48 - 1 bytes")
+        if on_full not in ("block", "raise"):
+            raise ValueError(f"on_full={on_full!r}: 'block' or 'raise' (this arena has no spill_dir)")
+        cdef bytes raw = tag.encode()
+        if len(raw) > SRL_TAG_MAX or b"\0" in raw:
+            raise ValueError(f"tag of {len(raw)} bytes: at most {SRL_TAG_MAX}, no NUL")
+        if not self.writable:
+            self._open_for_writing()
+        cdef srl_request r
+        r.nbytes, r.room, r.tag, r.tag_len = nbytes, room, PyBytes_AsString(raw), len(raw)
+        cdef int rc = srl_reserve(&self.a, &r, 0)
+        if rc:
+            self._reserve_slowly(&r, timeout_s, on_full == "block")
+        if self.a.h.committed_pages < self.a.h.max_pages:
+            self._look_ahead(self.a.h.committed_pages * SRL_PAGE - self.a.h.used_bytes)
+        cdef Block block = Block.__new__(Block)
+        block.core, block.slot, block.generation, block.nonce = self, r.slot, r.generation, r.nonce
+        block.offset, block.n, block.room, block.open = r.offset, r.nbytes, r.room, True
+        self.users += 1
+        return block
+
+    cdef int _reserve_slowly(self, srl_request *r, object timeout_s, bint block) except -1:
+        cdef uint64_t deadline = deadline_of(timeout_s)
+        cdef uint64_t began = srl_now_ns(CLOCK_MONOTONIC)
+        cdef uint64_t patience = max(deadline, began + 250_000_000)
+        cdef bint queued = False
+        cdef uint32_t seen
+        cdef int rc
+        self.users += 1
+        try:
+            while True:
+                seen = self.a.h.space_seq
+                with nogil:
+                    rc = srl_reserve(&self.a, r, patience)
+                if rc == 0:
+                    return 0
+                if (rc == -EXFULL and self._grow_table()) or (rc == -EMLINK and self._grow_data(r.nbytes + r.room)):
+                    continue
+                if rc == -ETIMEDOUT:
+                    self._raise_stalled((srl_now_ns(CLOCK_MONOTONIC) - began) / 1e9)
+                if rc not in (-ENOSPC, -EXFULL, -EMLINK):
+                    check(rc, "reserve:")
+                if self.sweep():
+                    continue
+                if not block or srl_now_ns(CLOCK_MONOTONIC) >= deadline:
+                    raise self._full(r.nbytes, (srl_now_ns(CLOCK_MONOTONIC) - began) / 1e9)
+                if not queued and not self.waiting:  # one place in the queue per process
+                    queued = self.waiting = True
+                    srl_queue_enter(&self.a)
+                    continue
+                self._raise_if_hopeless(r.nbytes)
+                self._wait_a_tick(seen, deadline)
+        finally:
+            if queued:
+                self.waiting = False
+                srl_queue_leave(&self.a)
+            self._leave()
+
+    cdef int _wait_a_tick(self, uint32_t seen, uint64_t deadline) except -1:
+        cdef uint64_t now = srl_now_ns(CLOCK_MONOTONIC)
+        cdef uint64_t left = min(deadline - now, TICK_NS) if deadline > now else 0
+        with nogil:
+            srl_space_wait(&self.a, seen, left)
+        PyErr_CheckSignals()
+        return 0
+
+    cdef int _raise_stalled(self, double held_s) except -1:
+        owner = srl_lock_owner(&self.a)
+        if owner >= self.a.h.max_processes or owner == self.a.self:
+            raise PeerStalled("a thread of this process", getpid(), held_s)
+        cdef srl_process *p = self.a.processes + <uint32_t> owner
+        raise PeerStalled((<bytes> p.name).decode(errors="replace"), p.pid, held_s)
+
+    def put(self, data, tag="", on_full="block", timeout_s=30.0, hot=False, checksum=True):
+        """Copies any C-contiguous buffer or array in -> Handle. Takes reserve()'s arguments; shape and dtype are not kept.
+
+        Copies of 256 KiB and more bypass the caches unless `hot` says that the reader is next.
+        """
+        cdef Py_buffer source
+        PyObject_GetBuffer(data, &source, PyBUF_SIMPLE)
+        cdef Block block
+        cdef uint32_t crc = 0, tail = 0
+        try:
+            block = self._reserve(source.len, plain_tail(source.len), tag, timeout_s, on_full)
+            tail = self._fill(block, source.buf, hot, checksum, &crc)
+        finally:
+            PyBuffer_Release(&source)
+        return block._publish(tail, crc, checksum)
+
+    cdef uint32_t _fill(self, Block block, void *source, bint hot, bint checksum, uint32_t *crc):
+        cdef uint8_t *to = self.data + block.offset
+        cdef uint64_t n = block.n
+        cdef uint32_t *crcs = crc
+        if checksum and n > SRL_PAGE:
+            crcs = <uint32_t *> (to + aligned(n) + 16)
+        if n < RELEASE_GIL_FROM:
+            memcpy(to, source, n)
+            if checksum:
+                crc[0] = srl_crc32c(0, to, n)
+            return 0
+        with nogil:
+            if checksum:
+                srl_copy_crc(to, source, n, hot, crcs)
+            else:
+                srl_copy(to, source, n, hot)
+        return self._close_tail(block, crc) if crcs != crc else 0
+
+    cdef uint32_t _write_checksums(self, Block block, uint32_t *crc):
+        cdef uint8_t *at = self.data + block.offset
+        cdef uint64_t n = block.n
+        if n <= SRL_PAGE:
+            crc[0] = srl_crc32c(0, at, n)
+            return 0
+        with nogil:
+            srl_crc_blocks(at, n, SRL_PAGE, <uint32_t *> (at + aligned(n) + 16))
+        return self._close_tail(block, crc)
+
+    cdef uint32_t _close_tail(self, Block block, uint32_t *crc):
+        """Header before the checksums of a payload without columns, and its own checksum."""
+        cdef uint8_t *tail = self.data + block.offset + aligned(block.n)
+        cdef uint32_t[4] header = [<uint32_t> tails.MAGIC, 0, <uint32_t> ((block.n + SRL_PAGE - 1) // SRL_PAGE), 0]
+        memcpy(tail, header, 16)
+        cdef uint32_t nbytes = 16 + 4 * header[2]
+        crc[0] = srl_crc32c(0, tail, nbytes)
+        return nbytes
+
+    cdef uint32_t _write_columns(self, Block block, columns, bint checksum, uint32_t *crc) except? 0:
+        cdef uint8_t *at = self.data + block.offset
+        cdef uint64_t step, offset, size
+        planned, count = tails.plan(columns, block.n)
+        crcs = bytearray(4 * count if checksum else 0)
+        cdef uint32_t rest = 0
+        cdef uint32_t *out = NULL
+        cdef Py_buffer raw
+        if checksum:
+            PyObject_GetBuffer(crcs, &raw, PyBUF_SIMPLE)
+            for column in planned:
+                offset, size, step = column.offset, column.nbytes, column.row_nbytes * column.rows_per_crc
+                out = <uint32_t *> raw.buf + <uint32_t> column.first
+                with nogil:
+                    srl_crc_blocks(at + offset, size, step, out)
+            PyBuffer_Release(&raw)
+            for start, stop in tails.gaps(planned, block.n):
+                rest = srl_crc32c(rest, at + <uint64_t> start, <uint64_t> (stop - start))
+        cdef bytes tail = tails.pack(planned, bytes(crcs), rest)
+        if aligned(block.n) - block.n + <uint64_t> len(tail) > block.room:
+            raise ValueError(f"{len(planned)} columns need {len(tail)} bytes behind the payload, there is room for {block.room}: "
+                             "24 columns and a checksum per 512 bytes")
+        memcpy(at + aligned(block.n), PyBytes_AsString(tail), len(tail))
+        crc[0] = srl_crc32c(0, PyBytes_AsString(tail), len(tail))
+        return <uint32_t> len(tail)
+
+    # -------------------------------------------------------------------------------------------------------- reading
+
+    def get(self, handle, verify=False, field=None, rows=None):
+        """The block's payload, or the rows [a, b) of one of its columns -> View, uint8 [nbytes], read-only, zero-copy.
+
+        verify=True compares the crc32c of what the view covers (whole row blocks) first. Errors: StaleHandle, NotSealed,
+        ForeignArena, ChecksumError, KeyError (no such field), ValueError (rows without field, or out of range).
+        """
+        cdef Parts p
+        self._parts(handle, &p)
+        cdef int rc = srl_acquire(&self.a, p.slot, p.generation, p.nonce)
+        if rc:
+            check(rc, handle)
+        cdef View view = View.__new__(View)
+        self.users += 1
+        view.core, view.handle, view.slot, view.held = self, handle, p.slot, True
+        cdef srl_block *b = self.a.blocks + p.slot
+        if b.span > self.data_nbytes or b.offset > self.data_nbytes - b.span or b.nbytes + b.tail_nbytes > b.span:
+            raise ArenaCorrupt(f"{handle!r}: {b.nbytes} bytes in a span of {b.span} at {b.offset} of {self.data_nbytes}")
+        view.at, view.n = self.data + b.offset, <Py_ssize_t> b.nbytes
+        if field is not None or rows is not None:
+            self._narrow(view, b, field, rows, verify)
+        elif verify:
+            self._verify(view, b)
+        return view
+
+    def get_many(self, handles):
+        """A list of views, in order; none if one of them cannot be had (same errors as get)."""
+        return [self.get(handle) for handle in handles]
+
+    def columns(self, handle):
+        """The block's columns table -> tuple of Column (name, offset, rows, row_nbytes); () if it was sealed without."""
+        with self.get(handle) as view:
+            return self._tail((<View> view).handle, self.a.blocks + (<View> view).slot).columns
+
+    cdef object _tail(self, object handle, srl_block *b):
+        if b.tail_nbytes == 0:
+            return tails.Tail((), b"", 0)
+        cdef const uint8_t *at = self.data + b.offset + aligned(b.nbytes)
+        if srl_crc32c(0, at, b.tail_nbytes) != b.crc:
+            raise ChecksumError(f"{handle!r}: the columns table and checksums behind the payload were changed")
+        return tails.parse(PyBytes_FromStringAndSize(<const char *> at, b.tail_nbytes))
+
+    cdef int _narrow(self, View view, srl_block *b, object field, object rows, bint verify) except -1:
+        tail = self._tail(view.handle, b)
+        if field is None or not tail.columns:
+            raise ValueError("rows= needs field=" if field is None else f"{view.handle!r} was sealed without columns")
+        column = next((c for c in tail.columns if c.name == field), None)
+        if column is None:
+            raise KeyError(f"{view.handle!r} has no column {field!r}; it has {[c.name for c in tail.columns]}")
+        start, stop = (0, column.rows) if rows is None else rows
+        if not 0 <= start <= stop <= column.rows:
+            raise ValueError(f"rows=({start}, {stop}) of {column.rows} rows of {field!r}")
+        if verify:
+            self._verify_column(view, b, tail, column, start, stop)
+        view.at += <uint64_t> (column.offset + start * column.row_nbytes)
+        view.n = (stop - start) * column.row_nbytes
+        return 0
+
+    cdef int _verify_column(self, View view, srl_block *b, tail, column, start, stop) except -1:
+        """The row blocks that [start, stop) touches, each to its end."""
+        if (b.word >> 16) & SRL_UNCHECKED:
+            raise ChecksumError(f"{view.handle!r} was sealed without checksums")
+        if start == stop:
+            return 0
+        first = start // column.rows_per_crc
+        last = min(-(-stop // column.rows_per_crc) * column.rows_per_crc, column.rows)
+        cdef uint64_t step = column.row_nbytes * column.rows_per_crc
+        cdef uint64_t offset = column.offset + first * step
+        cdef uint64_t n = column.offset + last * column.row_nbytes - offset
+        self._compare(view, column.name, view.at + offset, n, step, tail.crcs, column.first + first, first)
+        return 0
+
+    cdef int _compare(self, View view, name, const uint8_t *at, uint64_t n, uint64_t step, bytes crcs, skip, first) except -1:
+        cdef const uint32_t *want = <const uint32_t *> PyBytes_AsString(crcs) + <uint64_t> skip
+        cdef int64_t bad
+        with nogil:
+            bad = srl_crc_verify(at, n, step, want)
+        if bad >= 0:
+            raise ChecksumError(f"{view.handle!r}, field {name!r}: row block {first + bad} ({step} bytes each) does not match "
+                                "its crc32c")
+        return 0
+
+    cdef int _verify(self, View view, srl_block *b) except -1:
+        if (b.word >> 16) & SRL_UNCHECKED:
+            raise ChecksumError(f"{view.handle!r} was sealed without checksums")
+        tail = self._tail(view.handle, b)
+        cdef uint32_t rest = 0
+        if b.tail_nbytes == 0:
+            if srl_crc32c(0, view.at, b.nbytes) != b.crc:
+                raise ChecksumError(f"{view.handle!r}: the payload of {b.nbytes} bytes does not match its crc32c")
+            return 0
+        if not tail.columns and tail.crcs:
+            return self._compare(view, "", view.at, b.nbytes, SRL_PAGE, tail.crcs, 0, 0)
+        for column in tail.columns:
+            self._verify_column(view, b, tail, column, 0, column.rows)
+        for start, stop in tails.gaps(tail.columns, b.nbytes):
+            rest = srl_crc32c(rest, view.at + <uint64_t> start, <uint64_t> (stop - start))
+        if rest != tail.rest_crc:
+            raise ChecksumError(f"{view.handle!r}: the bytes outside its columns do not match their crc32c")
+        return 0
+
+    # ------------------------------------------------------------------------------------------------------ ownership
+
+    def adopt(self, handles):
+        """Makes this process the owner of sealed blocks (orphans too). StaleHandle for the first that is gone; the others are adopted."""
+        cdef Parts p
+        cdef int rc
+        bad = None
+        for handle in _listed(handles):
+            self._parts(handle, &p)
+            rc = srl_adopt(&self.a, p.slot, p.generation, p.nonce)
+            bad = (rc, handle) if rc and bad is None else bad
+        if bad is not None:
+            check(bad[0], bad[1])
+
+    def ship(self, handles, readers, step=None):
+        """Arms the done set of owned blocks: freed when `readers` distinct readers are done. Clears an earlier ship's set.
+
+        readers: 1 to 256. step: integer >= 0 for the statistics. Errors: NotOwner, StaleHandle.
+        """
+        cdef Parts p
+        if not 1 <= readers <= 256:
+            raise ValueError(f"readers={readers}: 1 to 256")
+        for handle in _listed(handles):
+            self._parts(handle, &p)
+            check(srl_ship(&self.a, p.slot, p.generation, p.nonce, readers, -1 if step is None else step), handle)
+
+    def done(self, handles, reader=None):
+        """This reader needs the blocks no more; idempotent per reader, the last one frees. `reader` defaults to attach's.
+
+        A freed block is no error; one that was never shipped is a ValueError.
+        """
+        cdef Parts p
+        cdef uint32_t index = self.reader_index if reader is None else reader
+        if index > 255:
+            raise ValueError(f"reader={index}: 0 to 255")
+        for handle in _listed(handles):
+            self._parts(handle, &p)
+            check(srl_done(&self.a, p.slot, p.generation, p.nonce, index), handle)
+
+    def free(self, handles):
+        """Frees owned blocks -> how many. Frees all it can, then AlreadyFreed, NotOwner or NotSealed for the first it could not."""
+        cdef Parts p
+        cdef int rc
+        bad, retired = None, 0
+        for handle in _listed(handles):
+            self._parts(handle, &p)
+            rc = srl_free(&self.a, p.slot, p.generation, p.nonce)
+            retired += rc == 0
+            bad = (rc, handle) if rc and bad is None else bad
+        if bad is None:
+            return retired
+        if bad[0] == -ESTALE:
+            raise AlreadyFreed(f"{bad[1]!r} was freed already; {retired} others were freed now")
+        check(bad[0], bad[1])
+
+    def discard(self, tag_prefix):
+        """Retires every block under a tag prefix, by path component, whoever owns it; unsealed ones fail at seal() -> how many."""
+        self._alive()
+        cdef bytes raw = tag_prefix.strip("/").encode()
+        if not raw:
+            raise ValueError("discard() of an empty prefix would discard every block of every run")
+        return srl_discard(&self.a, PyBytes_AsString(raw), len(raw))
+
+    def sweep(self):
+        """Recovers what dead processes left, now -> how many of them there were. Anyone may call it at any time."""
+        self._alive()
+        cdef int n
+        self.users += 1
+        with nogil:
+            n = srl_sweep_dead(&self.a, &self.live)
+        self._leave()
+        return n
+
+    # --------------------------------------------------------------------------------------- what arena.py builds on
+
+    def _handle_from(self, slot, generation, nonce, nbytes):
+        return self._handle(slot, generation, nonce, nbytes)
+
+    def _others_alive(self):
+        return srl_others_alive(&self.a, &self.live) != 0
+
+    def _commit_data(self, uint64_t first, uint64_t end):
+        """Commits data pages [first, end) and their records -> 0 or errno."""
+        cdef int rc
+        cdef uint64_t records = self.a.h.pages_off + first * 64
+        self.users += 1
+        with nogil:
+            rc = posix_fallocate(self.ctl_fd, <int64_t> records, <int64_t> ((end - first) * 64))
+            if rc == 0:
+                rc = posix_fallocate(self.data_fd, <int64_t> (first * SRL_PAGE), <int64_t> ((end - first) * SRL_PAGE))
+            if rc == 0:
+                rc = -srl_commit_pages(&self.a, first, end, srl_now_ns(CLOCK_MONOTONIC) + LOCK_NS)
+        self._leave()
+        return rc
+
+    def _commit_table(self, uint64_t first, uint64_t end):
+        """Commits descriptors [first, end) -> 0 or errno."""
+        cdef int rc = posix_fallocate(self.ctl_fd, <int64_t> (self.a.h.blocks_off + first * 256), <int64_t> ((end - first) * 256))
+        if rc:
+            return rc
+        return -srl_commit_table(&self.a, first, end, srl_now_ns(CLOCK_MONOTONIC) + LOCK_NS)
+
+    def _header(self):
+        """Header words that change and that do not -> dict."""
+        self._alive()
+        cdef srl_header *h = self.a.h
+        return dict(capacity=h.capacity, committed_pages=h.committed_pages, max_pages=h.max_pages, max_blocks=h.max_blocks,
+                    table_committed=h.table_committed, table_step=h.table_step, process=self.a.self, processes=h.max_processes)
+
+    def _stats(self, exact):
+        """The pinned counters. exact: under the allocator's lock."""
+        self._alive()
+        cdef srl_stats s
+        srl_drain_if_free(&self.a)
+        if exact:
+            self._locked()
+        srl_get_stats(&self.a, &s)
+        if exact:
+            srl_unlock(&self.a)
+        return dict(blocks=s.blocks, used_bytes=s.used_bytes, peak_bytes=s.peak_bytes, committed_bytes=s.committed_bytes,
+                    capacity_bytes=s.capacity_bytes, created=s.created, freed=s.freed, orphaned=s.orphaned,
+                    spilled=s.spilled, waits=s.waits)
+
+    def _table(self, exact):
+        """(descriptors, processes): copies of their raw bytes; exact: under the allocator's lock."""
+        self._alive()
+        if exact:
+            self._locked()
+        cdef uint64_t n = self.a.h.table_used * 256
+        blocks = PyBytes_FromStringAndSize(<char *> self.a.blocks, <Py_ssize_t> n)
+        if exact:
+            srl_unlock(&self.a)
+        return blocks, PyBytes_FromStringAndSize(<char *> self.a.processes, self.a.h.max_processes * 128)
+
+    cdef int _locked(self) except -1:
+        cdef int rc
+        cdef uint64_t deadline = srl_now_ns(CLOCK_MONOTONIC) + LOCK_NS
+        self.users += 1
+        with nogil:
+            rc = srl_lock(&self.a, deadline)
+        self._leave()
+        if rc == -ETIMEDOUT:
+            self._raise_stalled(5.0)
+        return check(rc, "lock:")
+
+    def fsck(self):
+        """Checks every invariant under the allocator's lock -> one line per fault, [] when all is well."""
+        self._alive()
+        cdef bytearray text = bytearray(65536)
+        cdef Py_buffer raw
+        PyObject_GetBuffer(text, &raw, PyBUF_SIMPLE)
+        try:
+            self._locked()
+            found = srl_fsck(&self.a, <char *> raw.buf, 65536)
+            srl_unlock(&self.a)
+        finally:
+            PyBuffer_Release(&raw)
+        lines = bytes(text).split(b"\0", 1)[0].decode(errors="replace").splitlines()
+        return lines if len(lines) == found else [*lines, f"... {found} faults in all"]
+
+
+cdef object _listed(object handles):
+    return (handles,) if isinstance(handles, bytes) else handles
+
+
+# ------------------------------------------------------------------------------------------- for create, gc, inspectors
+
+
+def crc32c(data, crc=0):
+    """crc32c of a buffer, continued from `crc`. crc32c(b"123456789") == 0xe3069283."""
+    cdef Py_buffer source
+    PyObject_GetBuffer(data, &source, PyBUF_SIMPLE)
+    try:
+        return srl_crc32c(crc, source.buf, source.len)
+    finally:
+        PyBuffer_Release(&source)
+
+
+def ctl_nbytes(capacity):
+    """Size of the ctl file of an arena of this capacity, and how much of it is committed before anything else."""
+    blocks = srl_max_blocks(capacity)
+    return srl_ctl_size(capacity, blocks), srl_ctl_fixed_size(blocks)
+
+
+def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t boot, uint32_t max_processes, uint32_t table_step,
+               uint64_t orphan_ttl_ns, bytes run_id):
+    """Writes a header without its magic into the start of a new ctl file (any writable buffer of 4,096 bytes or more)."""
+    cdef Py_buffer raw
+    cdef srl_header given
+    memset(&given, 0, sizeof(given))
+    memcpy(given.id, PyBytes_AsString(ident), 16)
+    memcpy(given.run_id, PyBytes_AsString(run_id), min(len(run_id), 63))
+    given.node, given.boot, given.max_processes, given.table_step = node, boot, max_processes, table_step
+    given.orphan_ttl_ns = orphan_ttl_ns
+    PyObject_GetBuffer(buffer, &raw, 1)  # PyBUF_WRITABLE
+    srl_format(raw.buf, capacity, &given)
+    PyBuffer_Release(&raw)
+
+
+def publish_ctl(buffer):
+    """Writes the magic: from here on the arena can be attached."""
+    cdef Py_buffer raw
+    PyObject_GetBuffer(buffer, &raw, 1)  # PyBUF_WRITABLE
+    srl_publish(raw.buf)
+    PyBuffer_Release(&raw)
+
+
+def read_ctl(buffer):
+    """A mapped ctl, possibly of a dead arena -> (header dict, statistics dict, descriptors, processes), without a process slot.
+
+    ArenaCorrupt if it is no ctl of this version or contradicts itself.
+    """
+    cdef Py_buffer raw
+    cdef srl_arena a
+    cdef srl_stats s
+    PyObject_GetBuffer(buffer, &raw, PyBUF_SIMPLE)
+    try:
+        check(srl_open(&a, raw.buf, raw.len), "inspect:")
+        srl_get_stats(&a, &s)
+        head = dict(id=PyBytes_FromStringAndSize(<char *> a.h.id, 16).hex(), run_id=(<bytes> a.h.run_id).decode(errors="replace"),
+                    node=a.h.node, boot=a.h.boot, created_ns=a.h.created_ns, max_processes=a.h.max_processes)
+        stats = dict(blocks=s.blocks, used_bytes=s.used_bytes, peak_bytes=s.peak_bytes, committed_bytes=s.committed_bytes,
+                     capacity_bytes=s.capacity_bytes, created=s.created, freed=s.freed, orphaned=s.orphaned,
+                     spilled=s.spilled, waits=s.waits)
+        return (head, stats, PyBytes_FromStringAndSize(<char *> a.blocks, <Py_ssize_t> (a.h.table_used * 256)),
+                PyBytes_FromStringAndSize(<char *> a.processes, a.h.max_processes * 128))
+    finally:
+        PyBuffer_Release(&raw)
+
+
+def lock_byte(int fd, unsigned byte, unsigned nbytes=1):
+    """Takes OFD locks on bytes of a `live` file -> False if another description has one of them. OSError."""
+    rc = srl_live_try(fd, byte, nbytes)
+    if rc < 0:
+        raise OSError(-rc, "OFD lock")
+    return rc == 1
+
+
+def byte_taken(int fd, unsigned byte, unsigned nbytes=1):
+    """Whether another open description locks one of these bytes. OSError."""
+    rc = srl_live_taken(fd, byte, nbytes)
+    if rc < 0:
+        raise OSError(-rc, "OFD lock")
+    return rc == 1

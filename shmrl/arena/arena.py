@@ -1,0 +1,370 @@
+"""`Arena`: files, growth, statistics and messages, around the hot half in the binding (`_arena.Core`).
+
+The launcher, or the node server of a node, creates; everybody attaches. Each process of a run has one, for its whole life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shmrl.arena import files as names
+from shmrl.arena import memory, table
+from shmrl.arena._arena import Core, ctl_nbytes, format_ctl, lock_byte, publish_ctl
+from shmrl.arena.files import Files
+from shmrl.errors import ArenaCorrupt, ArenaFull, ChecksumError, ForeignArena, PeerDied, StaleHandle
+from shmrl.types import Handle
+
+log = logging.getLogger(__name__)
+
+PAGE = 65536
+FIRST_STEP = 256 << 20
+STEP = 64 << 20
+REFUSAL_HOLDS_S = 1.0  # after a refused step the limits are read again this much later
+TABLE_STEP = 16384  # descriptors: 4 MiB
+MAX_CAPACITY = 1 << 47
+
+
+class Arena(Core):
+    """A process's attachment to an arena. `with arena:` closes it; a forked child must attach anew."""
+
+    def __init__(self, where: Files, fds: tuple[int, int, int], *, reader: int | None) -> None:
+        """For create() and attach(): owns the descriptors of live, ctl and data from here on."""
+        self._files = where
+        self._refused: tuple[float, memory.Limit] | None = None
+        self._ahead: threading.Thread | None = None
+        self._attach(*fds, os.fstat(fds[1]).st_size, _process_name(), reader)
+
+    # ------------------------------------------------------------------------------------------- create, attach, unlink
+
+    @classmethod
+    def create(
+        cls,
+        capacity: int | str,
+        run_id: str | None = None,
+        backing: str = "shm",
+        base: str | None = None,
+        max_processes: int = 256,
+        orphan_ttl_s: float | None = None,
+        spill_dir: str | None = None,
+        preallocate: bool = False,
+    ) -> Arena:
+        """A new arena of `capacity` bytes (rounded up to 64 KiB), attached; removes dead arenas of this uid first.
+
+        backing: "shm", "memfd", or "file" in the directory `base`. orphan_ttl_s: blocks whose owner died are freed this long
+        after it was noticed (None: never). Errors: ArenaFull when mount, memory or a cgroup has less than that now, ValueError.
+        """
+        nbytes = -(-memory.parse_size(capacity) // PAGE) * PAGE
+        if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
+            raise ValueError(f"capacity={nbytes} ({PAGE} to 2^47 bytes), max_processes={max_processes} (1 to 256)")
+        if spill_dir is not None:
+            raise ValueError("spill_dir: this version keeps every block in memory")
+        for dead in names.listed():
+            names.remove_if_dead(dead)
+        where = names.new(backing, base)
+        _require(where, nbytes)
+        ttl_ns = 0 if orphan_ttl_s is None else max(1, int(orphan_ttl_s * 1e9))
+        arena = _made(cls, where, nbytes, run_id or where.key[-32:-24], max_processes, ttl_ns)
+        if preallocate:
+            arena._preallocate()
+        return arena
+
+    @classmethod
+    def attach(cls, address: str, reader: int | None = None) -> Arena:
+        """Attaches this process; recovers what dead ones left. reader: stable index (the rank) for done(), 0 to 255.
+
+        Errors: ForeignArena (no such arena here, another uid or boot), TooManyProcesses, ArenaCorrupt, ValueError.
+        """
+        if reader is not None and not 0 <= reader <= 255:
+            raise ValueError(f"reader={reader}: 0 to 255")
+        where = names.parse(address)
+        arena = _attached(cls, where, reader)
+        arena.sweep()
+        return arena
+
+    @property
+    def address(self) -> str:
+        """What attach() takes: "shm:<id>", "memfd:<id>" or "file:<path>"."""
+        return self._files.address
+
+    def unlink(self) -> None:
+        """Removes the names: nobody can attach any more, the attached go on. Idempotent."""
+        self._files.unlink()
+
+    # ---------------------------------------------------------------------------------------------------------- growth
+
+    def _open_for_writing(self) -> None:
+        self._make_writable(self._files.open("data", write=True))
+
+    def _grow_table(self) -> bool:
+        head = self._header()
+        first = head["table_committed"]
+        end = min(first + head["table_step"], head["max_blocks"])
+        if first == end or not self._allowed((end - first) * 256):
+            return False
+        return self._commit_table(first, end) == 0
+
+    def _grow_data(self, nbytes: int) -> bool:
+        """Commits at least one step, and what a request of `nbytes` needs, if the limits allow -> whether it did."""
+        head = self._header()
+        first = head["committed_pages"]
+        end = min(first + max(STEP, nbytes + PAGE) // PAGE, head["max_pages"])
+        if first == end or not self._allowed((end - first) * PAGE):
+            return False
+        errno = self._commit_data(first, end)
+        if errno:
+            log.warning("arena %s stays at %s: %s", self.address, memory.human(first * PAGE), os.strerror(errno))
+        return errno == 0
+
+    def _allowed(self, nbytes: int) -> bool:
+        if self._refused is not None and time.monotonic() < self._refused[0]:
+            return False
+        mount = self._files.backing != "memfd"
+        limit = memory.refusing(self._files.directory, nbytes, mount=mount, headroom=True)
+        if limit is not None and self._refused is None:
+            log.warning(
+                "arena %s does not grow: %s, of which %s is left alone",
+                self.address,
+                limit,
+                memory.human(limit.headroom),
+            )
+        self._refused = None if limit is None else (time.monotonic() + REFUSAL_HOLDS_S, limit)
+        return limit is None
+
+    def _look_ahead(self, free: int) -> None:
+        """Called after each reserve while the arena is not all committed: the next step comes in the background."""
+        if free >= STEP or (self._ahead is not None and self._ahead.is_alive()):
+            return
+        if self._refused is None or time.monotonic() >= self._refused[0]:
+            self._ahead = threading.Thread(target=self._grow_quietly, name="shmrl-arena-commit", daemon=True)
+            self._ahead.start()
+
+    def _grow_quietly(self) -> None:
+        with contextlib.suppress(Exception):  # closed meanwhile; whoever needs the space meets the error itself
+            self._grow_data(0)
+
+    def _preallocate(self) -> None:
+        head = self._header()
+        while head["committed_pages"] < head["max_pages"]:
+            if not self._grow_data(0):
+                full = self._full(head["capacity"] - head["committed_pages"] * PAGE, 0.0)
+                self.close()
+                self.unlink()
+                raise full
+            head = self._header()
+
+    # -------------------------------------------------------------------------------------------------------- messages
+
+    def _full(self, nbytes: int, waited_s: float) -> ArenaFull:
+        stats = self.stats(by="holder")
+        top = sorted(stats["by"].items(), key=lambda item: -item[1]["bytes"])[:5]
+        held = ", ".join(f"{name}: {memory.human(row['bytes'])} in {row['blocks']} blocks" for name, row in top)
+        refused = f"; it cannot grow: {self._refused[1]}" if self._refused else ""
+        return ArenaFull(
+            f"no room for {memory.human(nbytes)} after {waited_s:.1f} s: {memory.human(stats['used_bytes'])} of "
+            f"{memory.human(stats['committed_bytes'])} committed ({memory.human(stats['capacity_bytes'])} capacity) are used "
+            f"by {stats['blocks']} blocks, {stats['orphaned']} of them orphans{refused}. Top holders: {held or 'none'}"
+        )
+
+    def _raise_if_hopeless(self, nbytes: int) -> None:
+        """PeerDied when every block is an orphan and nobody else is attached: no one is left who could free one."""
+        stats = self._stats(False)
+        if stats["blocks"] == stats["orphaned"] > 0 and not self._others_alive():
+            raise PeerDied(
+                f"no room for {memory.human(nbytes)}: all {stats['blocks']} blocks ({memory.human(stats['used_bytes'])}) belong to "
+                "dead processes and nobody else is attached; adopt and free them, or discard their run"
+            )
+
+    # ------------------------------------------------------------------------------------------------------- inspection
+
+    def stats(self, by: str | None = None, exact: bool = False) -> dict[str, Any]:
+        """Counters of the whole arena; `by` adds {"by": {key: {"blocks", "bytes"}}} whose bytes sum to used_bytes.
+
+        by: "source" | "step" | "field" | "holder". exact=True reads under the allocator's lock. used_bytes are the bytes
+        blocks take from the arena (payload, tail and rounding); created == freed + blocks.
+        """
+        out: dict[str, Any] = self._stats(exact)
+        if by is not None:
+            if by not in _KEYS and by != "field":
+                raise ValueError(f"by={by!r}: source, step, field or holder")
+            raw, processes = self._table(exact)
+            rows = list(table.blocks(raw))
+            out["by"] = (
+                self._by_field(rows) if by == "field" else _grouped(rows, by, table.names(table.processes(processes)))
+            )
+            if exact:
+                out["blocks"], out["used_bytes"] = len(rows), sum(row.span_bytes for row in rows)
+        return out
+
+    def _by_field(self, rows: list[table.BlockInfo]) -> dict[str, dict[str, int]]:
+        """Bytes by column name; what is in no column (tails, rounding, blocks without columns) under ""."""
+        out: dict[str, dict[str, int]] = {}
+        for row in rows:
+            rest = row.span_bytes
+            for column in self._columns_of(row):
+                _count(out, column.name, column.nbytes)
+                rest -= column.nbytes
+            _count(out, "", rest)
+        return out
+
+    def _columns_of(self, row: table.BlockInfo) -> tuple[Any, ...]:
+        try:
+            return self.columns(self.handle_of(row)) if row.state == "ready" else ()
+        except (StaleHandle, ChecksumError, ArenaCorrupt):
+            return ()
+
+    def handle_of(self, row: table.BlockInfo) -> Handle:
+        """The handle of a listed block (an inspector's way to one that was lost)."""
+        return self._handle_from(row.slot, row.generation, row.nonce, row.nbytes)
+
+    def ls(self) -> list[dict[str, Any]]:
+        """Every block that is not free: slot, generation, state, flags, owner, nbytes, span_bytes, tag, age_s, holders, ..."""
+        raw, processes = self._table(False)
+        now, who = time.clock_gettime_ns(time.CLOCK_BOOTTIME), table.names(table.processes(processes))
+        return [{**row.row(now, who), "handle": str(self.handle_of(row))} for row in table.blocks(raw)]
+
+    def holders(self, handle: Handle) -> dict[str, Any]:
+        """Who has this block: the row of ls() for it. StaleHandle if it is gone."""
+        with self.get(handle):
+            return next(row for row in self.ls() if row["slot"] == handle.slot)
+
+
+def unlink(address: str) -> None:
+    """Removes an arena's names, whoever is attached."""
+    names.parse(address).unlink()
+
+
+# ---------------------------------------------------------------------------------------------------------- create, attach
+
+
+def _require(where: Files, nbytes: int) -> None:
+    limit = memory.refusing(where.directory, nbytes, mount=where.backing != "memfd", headroom=False)
+    if limit is None:
+        return
+    hint = ""
+    if limit.name == str(names.SHM):
+        hint = f"; in a container start it with --shm-size={-(-nbytes // (1 << 20))}m or more (Kubernetes: an emptyDir of medium Memory)"
+    raise ArenaFull(
+        f"an arena of {nbytes} bytes ({memory.human(nbytes)}) does not fit: {limit.name} has {limit.free} bytes "
+        f"({memory.human(limit.free)}) available{hint}"
+    )
+
+
+def _made(cls: type[Arena], where: Files, nbytes: int, run_id: str, max_processes: int, ttl_ns: int) -> Arena:
+    """Files, header, first commitments; on any failure nothing is left."""
+    fds: list[int] = []
+    try:
+        fds.append(where.create("live"))
+        lock_byte(fds[0], 0)  # alive before there is anything a gc could take for garbage
+        fds.append(where.create("ctl"))
+        _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns)
+        fds.append(where.create("data"))
+        os.ftruncate(fds[2], nbytes)
+        arena = cls(where, (fds[0], fds[1], fds[2]), reader=None)
+    except BaseException:
+        where.unlink()
+        for fd in fds if len(fds) < 3 else ():
+            os.close(fd)
+        raise
+    try:
+        _first_commitments(arena, where, nbytes)
+    except BaseException:
+        arena.close()
+        where.unlink()
+        raise
+    return arena
+
+
+def _format(where: Files, ctl: int, nbytes: int, run_id: str, max_processes: int, ttl_ns: int) -> None:
+    size, fixed = ctl_nbytes(nbytes)
+    os.ftruncate(ctl, size)
+    os.posix_fallocate(ctl, 0, fixed)
+    node, boot = names.node_of(where.directory)
+    ident = bytes.fromhex(where.key[-32:])
+    step = min(TABLE_STEP, max(1024, nbytes // 4096))
+    with mmap.mmap(ctl, mmap.PAGESIZE) as header:
+        format_ctl(header, nbytes, ident, node, boot, max_processes, step, ttl_ns, run_id.encode())
+        publish_ctl(header)
+
+
+def _first_commitments(arena: Arena, where: Files, nbytes: int) -> None:
+    errno = arena._commit_table(0, arena._header()["table_step"])
+    first = min(FIRST_STEP, nbytes)
+    if where.backing != "memfd":  # ctl and data share the mount: the last bytes may come later or never
+        stat = os.statvfs(where.directory)
+        first = min(first, stat.f_bavail * stat.f_frsize // PAGE * PAGE - (nbytes // 1024 + PAGE))
+    if not errno and first >= PAGE:
+        errno = arena._commit_data(0, first // PAGE)
+    if errno or first < PAGE:
+        _require(where, nbytes)
+        raise ArenaFull(
+            f"the first {memory.human(max(first, 0))} of an arena in {where.directory} were refused: {os.strerror(errno)}"
+        )
+    if first < min(FIRST_STEP, nbytes):
+        log.warning(
+            "arena %s: %s of %s committed, %s has no more",
+            arena.address,
+            memory.human(first),
+            memory.human(nbytes),
+            where.directory,
+        )
+
+
+def _attached(cls: type[Arena], where: Files, reader: int | None) -> Arena:
+    fds: list[int] = []
+    try:
+        fds.append(where.open("live", write=True))
+        if os.fstat(fds[0]).st_uid != os.geteuid():
+            raise ForeignArena(f"{where.address} belongs to uid {os.fstat(fds[0]).st_uid}, this is uid {os.geteuid()}")
+        fds += [where.open("ctl", write=True), where.open("data", write=False)]
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise ForeignArena(f"{where.address} is not on this host for uid {os.geteuid()}: {error}") from error
+        raise
+    arena = cls(where, (fds[0], fds[1], fds[2]), reader=reader)
+    if where.is_unlinked(fds[0]):
+        arena.close()
+        raise ForeignArena(f"{where.address} was removed while this process attached")
+    return arena
+
+
+def _process_name() -> bytes:
+    """What people see: the script or module and its first argument."""
+    argv = sys.orig_argv[1:] if len(sys.orig_argv) > 1 else sys.orig_argv
+    return " ".join(Path(part).name if "/" in part else part for part in argv[:4]).encode()[:80]
+
+
+_KEYS: dict[str, Callable[[table.BlockInfo, dict[int, str]], str]] = {
+    "source": lambda row, who: row.source,
+    "step": lambda row, who: "" if row.step is None else str(row.step),
+    "holder": lambda row, who: _holder(row, who),
+}
+
+
+def _holder(row: table.BlockInfo, who: dict[int, str]) -> str:
+    """One name per block: the first reader of a freed one, else the owner, else "orphans"."""
+    index = row.held_by[0] if row.state == "retired" and row.held_by else row.owner
+    return "orphans" if index is None else who.get(index, f"process {index}")
+
+
+def _grouped(rows: list[table.BlockInfo], by: str, who: dict[int, str]) -> dict[str, dict[str, int]]:
+    out: dict[str, dict[str, int]] = {}
+    for row in rows:
+        _count(out, _KEYS[by](row, who), row.span_bytes)
+    return out
+
+
+def _count(out: dict[str, dict[str, int]], key: str, nbytes: int) -> None:
+    entry = out.setdefault(key, {"blocks": 0, "bytes": 0})
+    entry["blocks"] += 1
+    entry["bytes"] += nbytes

@@ -1,0 +1,159 @@
+"""Names, descriptors and lives of an arena's three files: `live`, `ctl`, `data`.
+
+Called by create, attach, unlink and the inspectors, in every process. An address says where they are:
+    shm:<id>      /dev/shm/shmrl-<uid>-<id>.{live,ctl,data}, by posix_ipc
+    file:<path>   <path>.{live,ctl,data}
+    memfd:<id>    no names: `memfd:shmrl-<id>-<part>` among the descriptors of this uid's processes, re-opened through /proc
+`live` is created first and its byte locked before `ctl` gets a magic: what has neither is garbage for anyone to remove.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import posix_ipc
+
+from shmrl.arena import _arena
+from shmrl.errors import ForeignArena
+
+PARTS = ("live", "ctl", "data")
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where an arena's parts are, without any of them open."""
+
+    backing: str
+    key: str  # id, or path for `file`
+
+    @property
+    def address(self) -> str:
+        return f"{self.backing}:{self.key}"
+
+    @property
+    def directory(self) -> Path:
+        """What bounds its size and makes its node: the mount under the data file."""
+        return Path(self.key).parent if self.backing == "file" else SHM
+
+    def name(self, part: str) -> str:
+        """posix_ipc name, file path, or memfd name of a part."""
+        if self.backing == "file":
+            return f"{self.key}.{part}"
+        return f"/shmrl-{os.geteuid()}-{self.key}.{part}" if self.backing == "shm" else f"shmrl-{self.key}-{part}"
+
+    def create(self, part: str) -> int:
+        """A new, empty part of mode 0600 -> descriptor, read-write. FileExistsError."""
+        if self.backing == "memfd":
+            return _reopen(os.memfd_create(self.name(part), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), os.O_RDWR)
+        fd = self._open_named(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        os.fchmod(fd, 0o600)  # the umask applied
+        return fd
+
+    def open(self, part: str, *, write: bool) -> int:
+        """A description of its own of an existing part. FileNotFoundError, PermissionError."""
+        flags = os.O_RDWR if write else os.O_RDONLY
+        if self.backing == "memfd":
+            return os.open(_find_memfd(self.name(part)), flags | os.O_CLOEXEC)
+        return self._open_named(part, flags)
+
+    def _open_named(self, part: str, flags: int) -> int:
+        if self.backing == "file":
+            return os.open(self.name(part), flags | os.O_CLOEXEC, 0o600)
+        try:
+            ipc = flags & (os.O_CREAT | os.O_EXCL)
+            segment = posix_ipc.SharedMemory(self.name(part), ipc, 0o600, read_only=flags & 3 == os.O_RDONLY)
+        except posix_ipc.ExistentialError as error:
+            kind = FileExistsError if ipc else FileNotFoundError
+            raise kind(f"{self.address} ({part}): {error}") from None
+        return int(segment.fd)
+
+    def unlink(self) -> None:
+        """Removes the names that exist; `data` first, so that whoever dies half-way leaves what gc recognises."""
+        for part in reversed(PARTS):
+            try:
+                if self.backing == "shm":
+                    posix_ipc.unlink_shared_memory(self.name(part))
+                elif self.backing == "file":
+                    os.unlink(self.name(part))
+            except (posix_ipc.ExistentialError, FileNotFoundError):
+                continue
+
+    def is_unlinked(self, live_fd: int) -> bool:
+        """Whether somebody removed `live` between our open and our lock (a memfd has no name to lose)."""
+        return self.backing != "memfd" and os.fstat(live_fd).st_nlink == 0
+
+
+def new(backing: str, base: str | None) -> Files:
+    """A fresh, 128-bit random name. ValueError for a backing or base that does not exist."""
+    ident = secrets.token_hex(16)
+    if backing == "file":
+        if base is None or not os.path.isdir(base):
+            raise ValueError(f"backing='file' needs base=, an existing directory, got {base!r}")
+        return Files("file", str(Path(base).resolve() / f"shmrl-{os.geteuid()}-{ident}"))
+    if backing not in ("shm", "memfd") or base is not None:
+        raise ValueError(f"backing={backing!r}, base={base!r}: 'shm', 'memfd', or 'file' with base=")
+    return Files(backing, ident)
+
+
+def parse(address: str) -> Files:
+    """The files behind an address. ValueError."""
+    backing, _, key = address.partition(":")
+    if backing not in ("shm", "memfd", "file") or not key or (backing != "file" and not key.isalnum()):
+        raise ValueError(f"not an arena address: {address!r} (expected shm:<id>, memfd:<id> or file:<path>)")
+    return Files(backing, key)
+
+
+def listed() -> list[Files]:
+    """Every named arena of this uid in /dev/shm, whole or not."""
+    prefix = f"shmrl-{os.geteuid()}-"
+    names = {entry.name.rsplit(".", 1)[0] for entry in os.scandir(SHM) if entry.name.startswith(prefix)}
+    return [Files("shm", name[len(prefix) :]) for name in sorted(names)]
+
+
+def remove_if_dead(files: Files) -> bool:
+    """Unlinks an arena nobody is attached to -> whether it was. The lock over all slots is held while it unlinks."""
+    try:
+        fd = files.open("live", write=True)
+    except FileNotFoundError:
+        files.unlink()  # a creator makes `live` first: leftovers of an unlink that was interrupted
+        return True
+    try:
+        if not _arena.lock_byte(fd, 0, 256):
+            return False
+        files.unlink()
+        return True
+    finally:
+        os.close(fd)
+
+
+def node_of(directory: Path) -> tuple[int, int]:
+    """(node, boot): 32-bit hashes of boot id, hostname and device of the directory; of the boot id alone."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    device = os.stat(directory).st_dev
+    return _arena.crc32c(boot + os.uname().nodename.encode() + device.to_bytes(8, "little")), _arena.crc32c(boot)
+
+
+def _reopen(fd: int, flags: int) -> int:
+    """A description of our own: an inherited one would share its locks."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+    finally:
+        os.close(fd)
+
+
+def _find_memfd(name: str) -> str:
+    """A /proc path of a memfd that some process of this uid has open. ForeignArena when there is none to be seen."""
+    for proc in os.scandir("/proc"):
+        if not proc.name.isdigit():
+            continue
+        try:
+            for fd in os.scandir(f"{proc.path}/fd"):
+                if os.readlink(fd.path).startswith(f"/memfd:{name}"):
+                    return fd.path
+        except OSError:  # gone, or another uid's
+            continue
+    raise ForeignArena(f"no process of uid {os.geteuid()} in this pid namespace has {name} open")

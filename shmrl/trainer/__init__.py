@@ -1,0 +1,15 @@
+"""The trainer: one process per rank under torch.distributed.run; the only room but the engine that imports torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shmrl.config import RunTree
+
+
+def main(tree: RunTree, resume: bool) -> int:
+    """Run this rank to the end of the run; the exit code. Imports torch, so only the trainer's processes call it."""
+    from shmrl.trainer.loop import main as run
+
+    return run(tree, resume)

@@ -1,0 +1,115 @@
+"""Checkpoints: `<output_dir>/checkpoints/step_<n>/`, complete or absent, and how a rank starts from one.
+
+Written to a temporary directory, fsynced, renamed; `STABLE` is written last, and a directory without it is not a
+checkpoint. Holds the model (public layout, tokenizer), optimizer.pt, rng.pt, trainer.json, and orchestrator.json, the
+orchestrator's own part. Saving gathers on every rank and writes on rank 0. Runs in the trainer's ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+from shmrl.config import RunTree
+from shmrl.config.tree import Checkpoint
+from shmrl.errors import RunError
+from shmrl.trainer.parallel import Ranks
+from shmrl.trainer.policy import Policy
+from shmrl.trainer.weights import steps_in, write_model
+
+FORMAT = 1
+
+
+def checkpoint_dir(tree: RunTree, step: int) -> Path:
+    return tree.run.output_dir / "checkpoints" / f"step_{step}"
+
+
+def save(
+    tree: RunTree,
+    ranks: Ranks,
+    step: int,
+    policy: Policy,
+    weights: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    orchestrator: dict[str, Any],
+    source: Path,
+) -> None:
+    """Write the checkpoint of `step` on rank 0. A collective: call on every rank with its share of the optimizer."""
+    optim = get_optimizer_state_dict(
+        policy, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    rng = ranks.gather_objects(torch.get_rng_state())
+    if ranks.rank:
+        return
+    target = checkpoint_dir(tree, step)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".step_{step}.", dir=target.parent))
+    try:
+        work.chmod(0o755)
+        write_model(policy.lm, weights, source, work)
+        torch.save(optim, work / "optimizer.pt")
+        torch.save(rng, work / "rng.pt")
+        note = {"format": FORMAT, "step": step, "world": ranks.world, "seed": tree.run.seed}
+        (work / "trainer.json").write_text(json.dumps(note, indent=1) + "\n")
+        (work / "orchestrator.json").write_text(json.dumps(orchestrator) + "\n")
+        _install(work, target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    _prune(target.parent, tree.trainer.checkpoint)
+
+
+def _install(work: Path, target: Path) -> None:
+    """Everything on disk, then the name, then STABLE."""
+    for file in work.iterdir():
+        _fsync(file)
+    _fsync(work)
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(work, target)
+    (target / "STABLE").touch()
+    _fsync(target / "STABLE")
+    _fsync(target)
+    _fsync(target.parent)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _prune(folder: Path, keep: Checkpoint) -> None:
+    """The newest `keep_last` and every `keep_every`-th step stay; STABLE goes first, so no half is ever resumed."""
+    for step in steps_in(folder)[: -keep.keep_last]:
+        if keep.keep_every and step % keep.keep_every == 0:
+            continue
+        (folder / f"step_{step}" / "STABLE").unlink(missing_ok=True)
+        shutil.rmtree(folder / f"step_{step}", ignore_errors=True)
+
+
+def restore(tree: RunTree, ranks: Ranks, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """Optimizer and RNG state of `step` into this rank; the weights were loaded with the model.
+
+    RunError when the checkpoint's note is of another format or step.
+    """
+    path = checkpoint_dir(tree, step)
+    note = json.loads((path / "trainer.json").read_text())
+    if (note.get("format"), note.get("step")) != (FORMAT, step):
+        raise RunError(
+            f"{path} is not a checkpoint this version can resume: {note}, expected format {FORMAT}, step {step}"
+        )
+    optim = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
+    set_optimizer_state_dict(policy, optimizer, optim_state_dict=optim, options=StateDictOptions(full_state_dict=True))
+    rng = torch.load(path / "rng.pt", map_location="cpu", weights_only=True)
+    if ranks.rank < len(rng):
+        torch.set_rng_state(rng[ranks.rank])

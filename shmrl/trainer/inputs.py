@@ -1,0 +1,212 @@
+"""What the model and the loss get: one micro batch's assembled arrays, checked, folded into rows and put on the device.
+
+A micro batch stays one packed row plus lengths until here. Where attention has no varlen form (CPU) the body gets one
+right-padded row per sequence without an attention mask: causality alone then keeps sequences apart, in every family.
+With flash attention it gets the packed row and its restarting positions. Called by `step` in a trainer rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shmrl.config import RunTree, Sampling
+from shmrl.errors import RunError
+from shmrl.trainer.logprobs import KeptSets
+from shmrl.trainer.replay import RouterReplay
+from shmrl.types import MicroBatch, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """One forward pass. S loss positions, rows x columns tokens fed.
+
+    Attributes:
+        tokens: int64 [rows, columns]; position_ids: the same shape, or None where columns are positions.
+        picks: int64 [S], index into the flattened rows of the hidden state that predicts each loss token.
+        labels: int64 [S]; temperature: float32 [S].
+        head_ids: int64 [S, K] or None. kept: the sampler's kept sets, or None.
+        routes: int64 [rows * columns, layers, top_k] or None (every router chooses for itself).
+    """
+
+    tokens: Tensor
+    position_ids: Tensor | None
+    picks: Tensor
+    labels: Tensor
+    temperature: Tensor
+    head_ids: Tensor | None = None
+    kept: KeptSets | None = None
+    routes: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossArrays:
+    """What the sampler and the algorithm say about the S loss tokens.
+
+    Attributes:
+        positions: int64 [S], in the packed row. sampler_logprobs, advantages: float32 [S].
+        head_ids: int64 [S, K], head_logprobs: float32 [S, K] of the sampler; None without a captured head.
+    """
+
+    positions: Tensor
+    sampler_logprobs: Tensor
+    advantages: Tensor
+    head_ids: Tensor | None = None
+    head_logprobs: Tensor | None = None
+
+
+class Fold:
+    """Where each packed position goes: `index` int64 [rows, columns] (-1 = fold padding)."""
+
+    def __init__(self, seq_lens: tuple[int, ...], packed: bool = False) -> None:
+        lens = np.asarray(seq_lens, dtype=np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(lens)])[:-1]
+        self.sequence = np.repeat(np.arange(len(lens)), lens)  # of each packed position
+        column = np.arange(int(lens.sum())) - self.starts[self.sequence]
+        self.positions: NDArray[np.int64] | None = None
+        if packed:
+            self.index = np.arange(len(column))[None]
+            self.positions = column[None]
+            self._flat = np.arange(len(column))
+            return
+        columns = np.arange(int(lens.max()))
+        self.index = np.where(columns < lens[:, None], self.starts[:, None] + columns, -1)
+        self._flat = self.sequence * len(columns) + column
+
+    def predictors(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Flat index of the hidden state that predicts each of these packed positions: the one before it."""
+        first = np.flatnonzero(np.isin(positions, self.starts))
+        if first.size:
+            raise RunError(
+                f"sequence {self.sequence[positions[first[0]]]} has loss on its first token, which nothing predicts"
+            )
+        return self._flat[positions] - 1
+
+    def spread(self, values: NDArray[Any], fill: int) -> NDArray[Any]:
+        """Rows of packed `values` in fold order, [rows, columns, ...]."""
+        out = values[np.maximum(self.index, 0)]
+        out[self.index < 0] = fill
+        return out
+
+
+class InputBuilder:
+    """Turns assembled micro batches into tensors, and refuses a sample that lacks what the run declares.
+
+    `packed` says whether the model's attention keeps packed sequences apart. `replay` is the model's, or None.
+    """
+
+    def __init__(self, tree: RunTree, replay: RouterReplay | None, device: torch.device, packed: bool) -> None:
+        self._replay, self._device, self._packed = replay, device, packed
+        self._sampling = {source.name: source.sampling for source in tree.orchestrator.train.source}
+        self._sampling_replay = tree.trainer.sampling_replay
+        self._head = bool(tree.trainer.head)
+
+    def build(self, micro_batch: MicroBatch, batch: Any, *, supervised: bool = False) -> tuple[ModelInputs, LossArrays]:
+        """Both halves of one micro batch; `supervised` (warm-up) tokens carry no captured fields.
+
+        RunError names field and source of a sample that misses what the run declared.
+        """
+        at = np.flatnonzero(np.asarray(batch.loss_mask, dtype=bool)).astype(np.int64)
+        fold = Fold(micro_batch.seq_lens or (micro_batch.num_tokens,), self._packed)
+        owner = fold.sequence[at]
+        tokens = np.asarray(batch.tokens).astype(np.int64)
+        if not supervised:
+            self._check(micro_batch.samples, np.bincount(owner, minlength=len(micro_batch.samples)))
+        head_ids, head_logprobs = self._heads(micro_batch.samples, batch, at, owner, supervised)
+        inputs = ModelInputs(
+            tokens=self._put(fold.spread(tokens, 0)),
+            position_ids=None if fold.positions is None else self._put(fold.positions),
+            picks=self._put(fold.predictors(at)),
+            labels=self._put(tokens[at]),
+            temperature=self._put(self._temperatures(micro_batch.samples)[owner]),
+            head_ids=head_ids,
+            kept=None if supervised else self._kept(micro_batch.samples, batch, at, owner),
+            routes=None if supervised else self._routes(batch, fold),
+        )
+        weights = [s.weight * (1.0 if supervised else s.advantage) for s in micro_batch.samples]
+        advantages = np.array(weights, dtype=np.float32)
+        logprobs = np.asarray(batch.logprobs)[at]
+        arrays = LossArrays(self._put(at), self._put(logprobs), self._put(advantages[owner]), head_ids, head_logprobs)
+        return inputs, arrays
+
+    def _put(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    def _sampling_of(self, sample: Sample) -> Sampling:
+        name = sample.meta.get("source")
+        if name not in self._sampling:
+            raise RunError(
+                f"a sample of source {name!r} arrived; this run trains on {', '.join(sorted(self._sampling))}"
+            )
+        return self._sampling[name]
+
+    def _masked(self, sample: Sample) -> bool:
+        """True when this sample's tokens were drawn from kept sets that the trainer has to see."""
+        return self._sampling_replay and self._sampling_of(sample).truncated
+
+    def _check(self, samples: tuple[Sample, ...], loss_tokens: NDArray[np.int64]) -> None:
+        """Every sample with loss tokens has every declared field."""
+        for sample, count in zip(samples, loss_tokens, strict=True):
+            wanted = {"routing": self._replay is not None, "head": self._head, "mask": count and self._masked(sample)}
+            missing = [name for name, on in wanted.items() if on and name not in sample.fields]
+            if count and missing:
+                raise RunError(
+                    f"source {sample.meta.get('source')!r}: a sample with {count} loss tokens has no "
+                    f"{', '.join(missing)}, which this run trains with; was it captured by the engine?"
+                )
+
+    def _temperatures(self, samples: tuple[Sample, ...]) -> NDArray[np.float32]:
+        """Of each sequence's log-probabilities: the sampling temperature, or 1 where the engine reports raw ones."""
+        return np.array(
+            [
+                1.0
+                if sample.meta.get("logprobs_mode") == "raw"
+                else sample.meta.get("temperature", self._sampling_of(sample).temperature)
+                for sample in samples
+            ],
+            dtype=np.float32,
+        )
+
+    def _heads(
+        self, samples: tuple[Sample, ...], batch: Any, at: NDArray[np.int64], owner: NDArray[np.int64], supervised: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The sampler's plain top-k at the loss positions; a leading column with the sampled token is left out."""
+        if supervised or not self._head or batch.head_ids is None:
+            return None, None
+        self._covered("head", np.asarray(batch.head_covered)[at], samples, owner)
+        ids, logprobs = batch.head_without_sampled()
+        return self._put(ids[at].astype(np.int64)), self._put(logprobs[at])
+
+    def _kept(
+        self, samples: tuple[Sample, ...], batch: Any, at: NDArray[np.int64], owner: NDArray[np.int64]
+    ) -> KeptSets | None:
+        if not self._sampling_replay or batch.mask_ids is None:
+            return None
+        all_counts = np.asarray(batch.mask_counts).astype(np.int64)
+        wanted = np.zeros(len(all_counts), dtype=bool)
+        wanted[at] = True
+        ids = np.asarray(batch.mask_ids)[np.repeat(wanted, all_counts)].astype(np.int64)
+        restricted = np.array([self._masked(sample) for sample in samples], dtype=bool)[owner]
+        self._covered("mask", (all_counts[at] > 0) | ~restricted, samples, owner)
+        return KeptSets(self._put(ids), self._put(all_counts[at]))
+
+    def _routes(self, batch: Any, fold: Fold) -> Tensor | None:
+        if self._replay is None or batch.routing is None:
+            return None
+        covered = np.asarray(batch.routing_covered, dtype=bool)
+        ids = fold.spread(self._replay.checked(np.asarray(batch.routing), covered), -1)
+        return self._put(ids.reshape(-1, *ids.shape[-2:]))
+
+    @staticmethod
+    def _covered(field: str, there: NDArray[np.bool_], samples: tuple[Sample, ...], owner: NDArray[np.int64]) -> None:
+        gaps = np.flatnonzero(~there)
+        if gaps.size:
+            source = samples[owner[gaps[0]]].meta.get("source")
+            raise RunError(
+                f"source {source!r}: {gaps.size} loss tokens have no {field} row, the first is token {gaps[0]}"
+            )

@@ -1,0 +1,187 @@
+"""The life of one trainer rank: load, hello, warm-up, begin, steps, finish.
+
+Started once per rank by `python -m torch.distributed.run ... -m shmrl trainer`. The orchestrator leads: every action
+here answers one of its messages. Rank 0 publishes weights, writes checkpoints and reports; a reported step is durable.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shmrl.arena import Arena
+from shmrl.config import RunTree
+from shmrl.config.rundir import latest_checkpoint
+from shmrl.errors import RunError
+from shmrl.node.host import read_token
+from shmrl.payload import micro_batch_from_wire
+from shmrl.trainer import checkpoint, weights
+from shmrl.trainer.link import OrchestratorLink
+from shmrl.trainer.models import load_policy
+from shmrl.trainer.parallel import Ranks, full_state
+from shmrl.trainer.step import Stepper
+from shmrl.types import MicroBatch
+
+log = logging.getLogger(__name__)
+
+
+def main(tree: RunTree, resume: bool) -> int:
+    """Run this rank until the orchestrator says finish; 0 then. ShmrlError when the run cannot go on."""
+    # A rank that waits in a collective runs no Python handler: the kernel's default ends it at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if tree.arena.address is None:
+        raise RunError(
+            "arena.address is missing: the trainer starts from a resolved file that `run` or `node` has written"
+        )
+    torch.manual_seed(tree.run.seed)
+    ranks = Ranks(tree.trainer.device)
+    if ranks.world != tree.trainer.ranks:
+        raise RunError(f"trainer.ranks = {tree.trainer.ranks}, but {ranks.world} ranks were started")
+    with Arena.attach(tree.arena.address, reader=ranks.rank) as arena:
+        trainer = RankLoop(tree, ranks, arena, resume)
+        trainer.serve()
+    ranks.close()
+    return 0
+
+
+class RankLoop:
+    """One rank's state between messages: the policy, its optimizer, and how many steps are complete."""
+
+    def __init__(self, tree: RunTree, ranks: Ranks, arena: Arena, resume: bool) -> None:
+        self._tree, self._ranks = tree, ranks
+        self.step = (latest_checkpoint(tree.run.output_dir) or 0) if resume else 0
+        self._source = checkpoint.checkpoint_dir(tree, self.step) if self.step else tree.initial_weights
+        self._policy = load_policy(tree, self._source, ranks.device)
+        bfloat16 = tree.trainer.precision == "bfloat16"
+        module = ranks.wrap(self._policy, fsdp=tree.trainer.fsdp, bfloat16=bfloat16)
+        self._warmed = False
+        self._stepper = Stepper(tree, ranks, arena, self._policy, module, self._new_optimizer())
+        if self.step:
+            checkpoint.restore(tree, ranks, self.step, self._policy, self._stepper.optimizer)
+        self._saved = self.step
+        self._state: dict[str, Any] = {}  # the orchestrator's part of the next checkpoint
+        token = read_token(tree.arena)
+
+        def hello() -> dict[str, Any]:
+            return {"kind": "hello", "rank": ranks.rank, "world": ranks.world, "token": token, "step": self.step}
+
+        self._link = OrchestratorLink(tree.trainer_address, hello, tree.orchestrator.connect_timeout_s)
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        o = self._tree.trainer.optimizer
+        return torch.optim.AdamW(
+            self._policy.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, foreach=True
+        )
+
+    def serve(self) -> None:
+        """Answer messages until `finish`."""
+        handlers = {"warmup": self._warm_up, "begin": self._begin, "step": self._step}
+        try:
+            while (message := self._link.receive())["kind"] != "finish":
+                if message["kind"] not in handlers:
+                    raise RunError(f"the orchestrator sent {message['kind']!r}, expected one of {sorted(handlers)}")
+                handlers[message["kind"]](message)
+            self._save()
+        finally:
+            self._link.close()
+
+    # ------------------------------------------------------------------------------------------------------ messages
+
+    def _warm_up(self, message: dict[str, Any]) -> None:
+        if self.step:
+            raise RunError(f"a warm-up step arrived after step {self.step}")
+        self._warmed = True
+        metrics = self._stepper.run(message["step"], _batches(message), lr=self._tree.warmup.lr, warmup=True)
+        self._report(message["step"], "warmup", metrics)
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        """Publish the version the run starts from; a warm-up's optimizer ends with it."""
+        if message["version"] != self.step:
+            raise RunError(
+                f"the orchestrator begins at version {message['version']}, the trainer holds step {self.step}"
+            )
+        if self._warmed:
+            self._stepper.optimizer = self._new_optimizer()
+        target = self._tree.weights_dir(self.step)
+        if self._warmed or not target.exists():
+            unchanged = self.step == 0 and not self._warmed
+            target = self._tree.initial_weights if unchanged else self._publish()
+        self._warmed = False
+        self._announce(target)
+
+    def _step(self, message: dict[str, Any]) -> None:
+        step = message["step"]
+        if step != self.step + 1:
+            raise RunError(f"step {step} arrived after step {self.step}")
+        metrics = self._stepper.run(step, _batches(message), lr=self._learning_rate(step))
+        self.step, self._state = step, message["state"]
+        began = time.monotonic()
+        self._announce(self._publish())
+        metrics["time/publish"] = time.monotonic() - began
+        interval = self._tree.trainer.checkpoint.interval
+        if interval and step % interval == 0:
+            self._save()
+        if self._ranks.rank == 0:
+            weights.prune(self._tree, self.step)
+        self._report(step, "train", metrics)
+
+    def _report(self, step: int, mode: str, metrics: dict[str, float]) -> None:
+        if self._ranks.rank == 0:
+            self._link.send({"kind": "report", "step": step, "mode": mode, "metrics": metrics})
+
+    def _announce(self, path: Path) -> None:
+        if self._ranks.rank == 0:
+            self._link.send({"kind": "published", "version": self.step, "path": str(path)})
+
+    # ------------------------------------------------------------------------------------------------------- effects
+
+    def _publish(self) -> Path:
+        """Write the current version on rank 0; every rank takes part in gathering it."""
+        state = full_state(self._policy.lm)
+        if self._ranks.rank:
+            return self._tree.weights_dir(self.step)
+        return weights.publish(self._tree, self.step, self._policy.lm, state, self._source)
+
+    def _save(self) -> None:
+        """Checkpoint the current step, once; step 0 is where every run starts anyway."""
+        if self.step == self._saved:
+            return
+        began = time.monotonic()
+        checkpoint.save(
+            self._tree,
+            self._ranks,
+            self.step,
+            self._policy,
+            full_state(self._policy.lm),
+            self._stepper.optimizer,
+            self._state,
+            self._source,
+        )
+        self._saved = self.step
+        log.info("checkpoint of step %d in %.1f s", self.step, time.monotonic() - began)
+
+    def _learning_rate(self, step: int) -> float:
+        """Of step 1 .. max_steps: a linear rise, then constant, linear or cosine down to min_ratio."""
+        schedule, peak = self._tree.trainer.scheduler, self._tree.trainer.optimizer.lr
+        if step <= schedule.warmup_steps:
+            return peak * step / schedule.warmup_steps
+        left = self._tree.run.max_steps - schedule.warmup_steps
+        done = (step - 1 - schedule.warmup_steps) / max(left - 1, 1)
+        low = schedule.min_ratio
+        shape = {
+            "constant": 1.0,
+            "linear": 1 - (1 - low) * done,
+            "cosine": low + (1 - low) * (1 + math.cos(math.pi * done)) / 2,
+        }
+        return peak * shape[schedule.kind]
+
+
+def _batches(message: dict[str, Any]) -> list[MicroBatch]:
+    return [micro_batch_from_wire(item) for item in message["micro_batches"]]

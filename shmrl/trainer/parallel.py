@@ -1,0 +1,107 @@
+"""The ranks of the trainer: process group, DDP or FSDP2 behind one switch, and the few collectives a step needs.
+
+gloo on CPU, nccl on GPU; started by `python -m torch.distributed.run`, or alone as a world of one. Both wrappers
+average gradients over ranks, so a loss is scaled by world / global tokens. Runs in every trainer rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shmrl.trainer.policy import Policy
+
+
+class Ranks:
+    """This rank among the trainer's. `close()` leaves the group.
+
+    Attributes: rank, world; device: cpu, or the CUDA device of this local rank.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def wrap(self, policy: Policy, *, fsdp: bool, bfloat16: bool = False) -> nn.Module:
+        """The module to call: sharded by decoder layer, replicated, or (a world of one without fsdp) the policy itself.
+
+        Build the optimizer afterwards: sharding replaces the parameters.
+        """
+        if fsdp:
+            return self._shard(policy, bfloat16)
+        return DistributedDataParallel(policy, broadcast_buffers=False) if self.world > 1 else policy
+
+    @staticmethod
+    def _shard(policy: Policy, bfloat16: bool) -> nn.Module:
+        cast = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else MixedPrecisionPolicy()
+        for layer in policy.lm.get_decoder().layers:
+            fully_shard(layer, mp_policy=cast)
+        fully_shard(policy, mp_policy=cast)
+        return policy
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The element-wise sum over all ranks, in place."""
+        placed = values.to(self.device)
+        dist.all_reduce(placed)
+        return placed.to(values.device)
+
+    def gather(self, values: list[float]) -> Tensor:
+        """float64 [world, len(values)] on the host, the same on every rank."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(rows, mine)
+        return torch.stack(rows).cpu()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's small value, on every rank."""
+        out: list[Any] = [None] * self.world
+        dist.all_gather_object(out, value)
+        return out
+
+
+@contextmanager
+def gradient_sync(module: nn.Module, on: bool) -> Iterator[None]:
+    """Around forward and backward of one micro batch: gradients travel between ranks only in the last."""
+    if isinstance(module, DistributedDataParallel) and not on:
+        with module.no_sync():
+            yield
+        return
+    if hasattr(module, "set_requires_gradient_sync"):
+        module.set_requires_gradient_sync(on)
+    yield
+
+
+def clip_gradients(module: nn.Module, limit: float) -> float:
+    """Scale gradients to a global norm of at most `limit`; the norm before it. Call on every rank."""
+    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), limit)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def full_state(lm: nn.Module) -> dict[str, Tensor]:
+    """The language model's whole state dict on the host. A collective when sharded: call on every rank."""
+    state = {}
+    for name, tensor in lm.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        state[name] = whole.detach().cpu()
+    return state

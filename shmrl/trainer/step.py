@@ -1,0 +1,214 @@
+"""One training step on one rank: assemble everything, agree with the other ranks, release, train.
+
+Assembly is the release point: after it and one all-reduce no rank needs the blocks any more, so they are done before
+the first forward pass. What could not be read leaves the loss and the token count on every rank. Called by `loop`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shmrl.arena import Arena
+from shmrl.config import RunTree
+from shmrl.errors import ChecksumError, LostPayload, RunError, StaleHandle
+from shmrl.payload import TensorBatch, assemble
+from shmrl.trainer.inputs import InputBuilder, LossArrays
+from shmrl.trainer.logprobs import TokenLogprobs
+from shmrl.trainer.losses import LossFn, LossInputs, LossOutput, make_loss, mismatch_kl, supervised
+from shmrl.trainer.models import precision
+from shmrl.trainer.parallel import Ranks, clip_gradients, gradient_sync
+from shmrl.trainer.policy import Policy
+from shmrl.types import MicroBatch
+
+log = logging.getLogger(__name__)
+
+_SUMS = ("loss", "kl", "entropy", "masked", "loss_tokens", "tokens", "bytes", "unrouted", "fetch_s", "fetches")
+
+
+@dataclass(slots=True)
+class _Share:
+    """This rank's part of one step: micro batches with their arrays (a lost one is replaced by a dummy), and sums."""
+
+    work: list[tuple[MicroBatch, TensorBatch]] = field(default_factory=list)
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMS, 0.0))
+    fetch_max_s: float = 0.0
+    global_tokens: int = 0
+    lost: int = 0  # over all ranks
+
+
+class Stepper:
+    """Runs steps on this rank's share of micro batches.
+
+    `module` is the wrapped `policy`; `optimizer` is replaced by the caller when the warm-up ends.
+    """
+
+    def __init__(
+        self,
+        tree: RunTree,
+        ranks: Ranks,
+        arena: Arena,
+        policy: Policy,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.optimizer = optimizer
+        self._tree, self._ranks, self._arena = tree, ranks, arena
+        self._policy, self._module = policy, module
+        self._loss: LossFn = make_loss(tree.trainer.loss)
+        self._builder = InputBuilder(tree, policy.replay, ranks.device, policy.packed)
+        self._staging: list[TensorBatch] = []
+
+    def run(self, step: int, micro_batches: list[MicroBatch], *, lr: float, warmup: bool = False) -> dict[str, float]:
+        """Train one step; the metrics of all ranks, the same on each. RunError when nothing of it can be read."""
+        began = time.monotonic()
+        share = self._assemble(step, micro_batches)
+        assembled = time.monotonic()
+        self._arena.done([handle for batch in micro_batches for handle in batch.handles], reader=self._ranks.rank)
+        for index in range(len(share.work)):
+            with gradient_sync(self._module, on=index == len(share.work) - 1):
+                self._accumulate(step, index, share, warmup)
+        grad_norm = clip_gradients(self._module, self._tree.trainer.optimizer.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics = self._metrics(share, time.monotonic() - assembled)
+        return metrics | {"train/grad_norm": grad_norm, "train/lr": lr, "time/assemble": assembled - began}
+
+    # ------------------------------------------------------------------------------------------------------ assemble
+
+    def _assemble(self, step: int, micro_batches: list[MicroBatch]) -> _Share:
+        """Read every micro batch, then agree: which are lost anywhere, and how many loss tokens remain everywhere."""
+        share = _Share()
+        mine = torch.zeros(2, len(micro_batches), dtype=torch.int64)  # lost, loss tokens
+        for index, micro_batch in enumerate(micro_batches):
+            batch = self._read(index, micro_batch, share)
+            mine[0, index] = batch is None
+            if batch is None:
+                micro_batch = MicroBatch((), padding=1)
+                batch = assemble(self._arena, micro_batch)
+            mine[1, index] = int(batch.loss_mask.sum())
+            share.work.append((micro_batch, batch))
+        everywhere = torch.zeros(self._ranks.world, *mine.shape, dtype=torch.int64)
+        everywhere[self._ranks.rank] = mine
+        everywhere = self._ranks.sum(everywhere)
+        share.lost, share.global_tokens = int(everywhere[:, 0].sum()), int(everywhere[:, 1].sum())
+        if share.global_tokens == 0:
+            raise RunError(f"step {step}: no loss token can be read ({share.lost} micro batches are lost)")
+        return share
+
+    def _read(self, index: int, micro_batch: MicroBatch, share: _Share) -> TensorBatch | None:
+        """One micro batch into its staging buffers; None when a block of it is lost."""
+        began = time.monotonic()
+        replay = self._policy.replay
+        try:
+            batch = assemble(
+                self._arena,
+                micro_batch,
+                out=self._staging[index] if index < len(self._staging) else None,
+                layers=replay.layers if replay is not None and micro_batch.samples else None,
+                verify=self._tree.arena.verify,
+            )
+        except (LostPayload, StaleHandle, ChecksumError) as error:
+            log.error("micro batch %d is dropped: %s", index, error)
+            return None
+        self._staging[index : index + 1] = [batch]
+        took = time.monotonic() - began
+        if micro_batch.samples:
+            share.fetch_max_s = max(share.fetch_max_s, took)
+            share.sums["fetch_s"] += took
+            share.sums["fetches"] += 1
+        share.sums["bytes"] += sum(handle.nbytes for handle in micro_batch.handles)
+        share.sums["tokens"] += sum(micro_batch.seq_lens)
+        share.sums["unrouted"] += _unrouted(micro_batch, batch)
+        return batch
+
+    # --------------------------------------------------------------------------------------------------------- train
+
+    def _accumulate(self, step: int, index: int, share: _Share, warmup: bool) -> None:
+        """Forward and backward of one micro batch; a dummy runs both with a loss of zero, for the collectives."""
+        micro_batch, batch = share.work[index]
+        inputs, arrays = self._builder.build(micro_batch, batch, supervised=warmup)
+        replay = self._policy.replay
+        with replay.routes(inputs.routes) if replay is not None else nullcontext():
+            with precision(self._tree, self._ranks.device):
+                out: TokenLogprobs = self._module(inputs)
+            result = self._apply(step, index, micro_batch, batch, out, arrays, warmup)
+            (result.loss * (self._ranks.world / share.global_tokens)).backward()  # type: ignore[no-untyped-call]
+        if not warmup:
+            share.sums["kl"] += float(mismatch_kl(out.label, arrays.sampler_logprobs).sum())
+        share.sums["loss"] += float(result.loss.detach())
+        share.sums["entropy"] += float(out.entropy.sum())
+        share.sums["masked"] += float(result.masked.sum())
+        share.sums["loss_tokens"] += len(out.label)
+
+    def _apply(
+        self,
+        step: int,
+        index: int,
+        micro_batch: MicroBatch,
+        batch: TensorBatch,
+        out: TokenLogprobs,
+        arrays: LossArrays,
+        warmup: bool,
+    ) -> LossOutput:
+        empty = not len(out.label)
+        if empty and not micro_batch.samples:
+            return LossOutput(out.label.sum() + out.head.sum(), torch.zeros_like(out.label, dtype=torch.bool))
+        custom = self._tree.trainer.loss.kind == "custom" and not warmup
+        x = LossInputs(
+            logprobs=out.label,
+            sampler_logprobs=arrays.sampler_logprobs,
+            advantages=arrays.advantages,
+            entropy=out.entropy,
+            positions=arrays.positions,
+            head_ids=arrays.head_ids,
+            head_logprobs=None if arrays.head_ids is None else out.head,
+            sampler_head_logprobs=arrays.head_logprobs,
+            batch=batch.torch(self._ranks.device) if custom else None,
+            meta=tuple(sample.meta for sample in micro_batch.samples),
+            step=step,
+            rank=self._ranks.rank,
+            micro_batch=index,
+        )
+        return supervised(x) if warmup else self._loss(x)
+
+    # ------------------------------------------------------------------------------------------------------- metrics
+
+    def _metrics(self, share: _Share, train_s: float) -> dict[str, float]:
+        rows = self._ranks.gather([*share.sums.values(), share.fetch_max_s, train_s])
+        total = dict(zip(_SUMS, rows.sum(0).tolist(), strict=False))
+        train_s = float(rows[:, -1].max())
+        per_token = 1.0 / total["loss_tokens"]
+        return {
+            "train/loss": total["loss"] * per_token,
+            "train/mismatch_kl": total["kl"] * per_token,
+            "train/entropy": total["entropy"] * per_token,
+            "train/masked_fraction": total["masked"] * per_token,
+            "train/tokens_per_s": total["tokens"] / train_s,
+            "time/train": train_s,
+            "time/fetch_mean": total["fetch_s"] / max(total["fetches"], 1.0),
+            "time/fetch_max": float(rows[:, -2].max()),
+            "payload/bytes": total["bytes"],
+            "payload/dropped_micro_batches": float(share.lost),
+            "payload/routing_missing_fraction": total["unrouted"] / max(total["tokens"], 1.0),
+        }
+
+
+def _unrouted(micro_batch: MicroBatch, batch: TensorBatch) -> int:
+    """Fed tokens without a recorded route; a sequence's last token was never fed and does not count."""
+    covered: Any = batch.routing_covered
+    if covered is None:
+        return 0
+    missing, first = 0, 0
+    for length in micro_batch.seq_lens:
+        missing += int(length - 1 - covered[first : first + length - 1].sum())
+        first += length
+    return missing

@@ -1,0 +1,72 @@
+"""Writes the policy's weights where engines read them: a Hugging Face directory that appears at once, complete.
+
+The public layout is what transformers' own save_pretrained writes (one tensor per expert projection), so vLLM,
+transformers and the embedded engine load it alike. Called on rank 0 after every step, and by `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shmrl.config import RunTree
+
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)(\.index\.json)?$")
+_NOTES = {"STABLE", "tiny.json", "trainer.json", "orchestrator.json"}
+
+
+def write_model(lm: Any, state: dict[str, Tensor], source: Path, target: Path) -> None:
+    """Weights and config of `lm` with the values of `state` (live names), plus tokenizer files from `source`."""
+    lm.save_pretrained(target, state_dict=state)
+    for file in source.iterdir():
+        if (
+            file.is_file()
+            and not (target / file.name).exists()
+            and not _WEIGHTS.match(file.name)
+            and file.name not in _NOTES
+        ):
+            shutil.copyfile(file, target / file.name)
+
+
+def publish(tree: RunTree, version: int, lm: Any, state: dict[str, Tensor], source: Path) -> Path:
+    """Write `weights/step_<version>`; a directory that is there keeps its other files and gets the new weights.
+
+    Readers see either the old files or the new ones, never a part of one.
+    """
+    target = tree.weights_dir(version)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".step_{version}.", dir=target.parent))
+    try:
+        work.chmod(0o755)
+        write_model(lm, state, source, work)
+        if target.exists():
+            for file in sorted(work.glob("*.safetensors*")):
+                os.replace(file, target / file.name)
+            shutil.rmtree(work)
+        else:
+            os.rename(work, target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return target
+
+
+def prune(tree: RunTree, newest: int) -> None:
+    """Remove old versions; the `trainer.keep_weights` newest stay, those of a checkpoint, and 0 with its tokenizer."""
+    kept = {0, *range(newest - tree.trainer.keep_weights + 1, newest + 1)}
+    kept |= set(steps_in(tree.run.output_dir / "checkpoints"))
+    for version in steps_in(tree.run.output_dir / "weights"):
+        if version not in kept and version < newest:
+            shutil.rmtree(tree.weights_dir(version), ignore_errors=True)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """n of every `step_<n>` directory in `folder`, ascending; empty when there is no folder."""
+    found = (re.fullmatch(r"step_(\d+)", entry.name) for entry in folder.glob("step_*"))
+    return sorted(int(match[1]) for match in found if match)

@@ -1,0 +1,158 @@
+"""What must fail before a process starts: with the numbers and names a person needs, and all at once."""
+
+import json
+import os
+import socket
+
+import psutil
+import pytest
+
+from shmrl.config import load_run
+from shmrl.errors import ConfigError, PortInUse
+from shmrl.launcher import preflight
+from shmrl.launcher.preflight import ModelShape, arena_budget, check, read_shape, size
+from shmrl.node.host import free_shared_memory
+
+RUN = """
+[model.tiny]
+[orchestrator]
+batch_size = 32
+[[orchestrator.train.source]]
+name = "a"
+env.id = "reverse-text"
+"""
+DENSE = {"num_hidden_layers": 2, "vocab_size": 300, "max_position_embeddings": 2048}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def build(text=RUN, **flags):
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return load_run([path], {key.replace("__", "."): str(value) for key, value in flags.items()})
+
+    return build
+
+
+@pytest.fixture
+def dense(tmp_path, load):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE))
+    text = RUN.replace("[model.tiny]", f'[model]\npath = "{tmp_path}/model"')
+    return lambda **flags: load(text, **flags)
+
+
+def problems(tree):
+    with pytest.raises(ConfigError) as caught:
+        check(tree)
+    return caught.value.problems
+
+
+def test_router_replay_on_a_dense_model_names_the_field_and_the_keys_looked_for(dense, tmp_path):
+    (line,) = problems(dense())
+    assert "'routing'" in line
+    assert "num_experts, num_local_experts, n_routed_experts" in line
+    assert f"{tmp_path}/model/config.json" in line
+    check(dense(trainer__router_replay="false"))
+
+
+def test_a_head_wider_than_the_vocabulary_and_a_context_longer_than_the_model(dense):
+    flags = {"trainer__router_replay": "false", "trainer__head": 301, "inference__max_logprobs": 400}
+    found = problems(dense(**flags, inference__max_model_len=4096))
+    assert any("trainer.head = 301 exceeds the vocabulary" in line and "300" in line for line in found)
+    assert any("4096 exceeds max_position_embeddings = 2048" in line for line in found)
+
+
+def test_a_path_without_a_model_is_named(load, tmp_path):
+    (line,) = problems(load(RUN.replace("[model.tiny]", f'[model]\npath = "{tmp_path}"')))
+    assert line.startswith(f"model.path: {tmp_path}/config.json does not describe a model: FileNotFoundError")
+
+
+def test_unknown_environments_are_named_with_their_source_all_at_once(load):
+    text = (
+        RUN.replace("reverse-text", "revers-text") + '[[orchestrator.eval.source]]\nname = "b"\nenv.id = "no.such:Env"'
+    )
+    first, second = problems(load(text))
+    assert first.startswith("orchestrator.train.source 'a': ")
+    assert "did you mean reverse-text?" in first
+    assert second.startswith("orchestrator.eval.source 'b': ")
+
+
+def test_sixteen_gibibytes_of_heads_do_not_fit_an_arena_of_eight(load, monkeypatch):
+    monkeypatch.setattr(preflight, "free_shared_memory", lambda: 64 << 30)
+    shape = {"orchestrator__seq_len": 16384, "inference__max_model_len": 16384, "model__tiny__max_positions": 16384}
+    head = {"trainer__head": 128, "inference__max_logprobs": 128, "trainer__router_replay": "false"}
+    tree = load(**shape, **head, orchestrator__max_inflight=1024, arena__capacity="8GiB")
+    budget = arena_budget(tree, ModelShape(4, 8, 2, 264, 16384))
+    assert budget.per_token["head"] == 1024
+    assert budget.needed > 16 << 30
+    (line,) = problems(tree)
+    assert "max_inflight 1,024 x 16,384 tokens x 1,036.2 B = 16.2 GiB, arena.capacity is 8.0 GiB (configured)" in line
+
+
+def test_a_small_dev_shm_names_both_sizes_and_the_flag(load, monkeypatch):
+    monkeypatch.setattr(preflight, "free_shared_memory", lambda: (64 << 20) - 1)
+    (line,) = problems(load(arena__capacity="64MiB"))
+    assert "67,108,864 B" in line
+    assert "67,108,863 B free" in line
+    assert "--shm-size=128m" in line
+    monkeypatch.setattr(preflight, "free_shared_memory", lambda: 64 << 20)
+    assert check(load(arena__capacity="64MiB")).capacity == 64 << 20
+
+
+def test_the_default_capacity_is_half_of_what_is_free(load):
+    free = min(free_shared_memory(), psutil.virtual_memory().available)
+    assert check(load()).capacity == pytest.approx(free // 2, rel=0.1)
+
+
+def test_a_taken_port_names_port_and_holder(load):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for key, who in (
+            ("orchestrator__env_server_base_port", "env-server train/a"),
+            ("inference__port", "inference"),
+        ):
+            with pytest.raises(PortInUse) as caught:
+                check(load(**{key: port}))
+            assert f"{who}: port {port} is in use by" in str(caught.value)
+            assert f"(pid {os.getpid()})" in str(caught.value)
+
+
+def test_two_roles_on_one_port_are_refused(load):
+    with pytest.raises(PortInUse, match="inference and env-server train/a would both bind port 5001"):
+        check(load(inference__port=5001, orchestrator__env_server_base_port=5001))
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        ({"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48}, (48, 128, 8)),
+        ({"num_local_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24}, (24, 32, 4)),
+        (
+            {"n_routed_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 61, "first_k_dense_replace": 3},
+            (58, 256, 8),
+        ),
+        (
+            {"num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24, "decoder_sparse_step": 2},
+            (12, 60, 4),
+        ),
+        ({"num_hidden_layers": 24}, (0, 0, 0)),
+    ],
+)
+def test_shapes_of_model_families(config, shape):
+    common = {"vocab_size": 1000, "max_position_embeddings": 4096}
+    assert read_shape({**config, **common}) == ModelShape(*shape, 1000, 4096)
+    assert read_shape({"text_config": {**config, **common}}) == ModelShape(*shape, 1000, 4096)
+
+
+def test_ids_take_the_narrowest_integer(load):
+    tree = load(trainer__head=4)
+    assert arena_budget(tree, ModelShape(48, 128, 8, 1000, 4096)).per_token["routing"] == 384
+    assert arena_budget(tree, ModelShape(48, 512, 8, 1000, 4096)).per_token["routing"] == 768
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(17, "17 B"), (1536, "1.5 KiB"), (3 << 29, "1.5 GiB")])
+def test_sizes_as_people_read_them(nbytes, text):
+    assert size(nbytes) == text
