@@ -8,7 +8,7 @@ from shmrl.payload import registry
 
 @pytest.fixture
 def arena():
-    arena = Arena.create(capacity="64MiB")
+    arena = Arena.create(capacity="24MiB")
     yield arena
     arena.close()
     arena.unlink()

@@ -1,11 +1,12 @@
 """Every assembled row equals what was encoded, whatever was cut, sliced, shared or padded."""
 
+import mmap
 import os
 
 import numpy as np
 import pytest
 
-from shmrl.errors import LostPayload, PayloadError
+from shmrl.errors import ChecksumError, LostPayload, PayloadError
 from shmrl.payload import Branch, assemble, encode, pack, ragged, register_field, sequence_first, zigzag
 from shmrl.payload.registry import routing_padding
 from shmrl.types import MicroBatch
@@ -378,3 +379,25 @@ def test_torch_is_imported_only_by_the_adapter():
 
     code = "import shmrl, sys; shmrl.assemble; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": "."})
+
+
+def flip_one_bit(arena, pattern):
+    """Flips a bit of the only place in the arena's memory that holds `pattern`, behind everyone's back."""
+    name = next(n for n in os.listdir("/dev/shm") if arena.address.split(":")[1] in n and n.endswith("data"))
+    with open(f"/dev/shm/{name}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        at = memory.find(pattern)
+        assert at >= 0
+        assert memory.find(pattern, at + 1) < 0
+        memory[at] ^= 1
+
+
+def test_a_cut_reference_does_not_mind_damage_behind_its_cut(arena):
+    rows = np.stack([np.random.default_rng(i).permutation(128)[:8] for i in range(10_000)]).reshape(10_000, 1, 8)
+    branch = Branch(range(10_000), [0] * 10_000, [0.0] * 10_000, routing=rows, num_experts=128)
+    sample = encode(arena, branch, tag=TAG)
+    flip_one_bit(arena, rows[5000].astype(np.uint8).tobytes())
+    check(assemble(arena, batch_of(sample.truncated(4000)), verify=True), 0, branch, 4000)
+    with pytest.raises(ChecksumError, match="routing"):
+        assemble(arena, batch_of(sample.truncated(6000)), verify=True)
+    assert arena.free(list(sample.handles)) == 1
+    assert arena.stats()["blocks"] == 0

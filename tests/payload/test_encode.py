@@ -180,7 +180,7 @@ def test_a_prefix_must_be_the_same(arena):
     with pytest.raises(PayloadError, match="tokens differ at position 12: 12 there, 99 here"):
         encode(arena, other, tag=TAG, prefix=(shared, 30))
     with pytest.raises(PayloadError, match="loss_mask differ at position 30"):
-        encode(arena, sibling(0), tag=TAG, prefix=(encode(arena, prompt_only(35), tag=TAG), 31))
+        encode(arena, sibling(-1), tag=TAG, prefix=(encode(arena, prompt_only(35), tag=TAG), 31))
     with pytest.raises(PayloadError, match="36 positions of a sample of 30"):
         encode(arena, sibling(0), tag=TAG, prefix=(shared, 36))
     tailless = encode(arena, Branch(range(30), [0] * 30, [0] * 30, routing=routes(29), num_experts=8), tag=TAG)
