@@ -88,11 +88,12 @@ def check_ids(field: str, rows: NDArray[Any], num_experts: int, first: int = 0) 
     )
     if code:
         at = tuple(int(i) for i in np.unravel_index(where, rows.shape))
+        token = first + at[0]
         what = "repeats in its row" if code == -errno.EEXIST else f"is outside [0, {num_experts})"
         raise PayloadError.of(
             field,
-            f"id {rows[at]} at token {first + at[0]}, layer slot {at[1]}, column {at[2]} {what}: {rows[at[:2]].tolist()}",
-            (first + at[0], *at[1:]),
+            f"id {rows[at]} at token {token}, layer slot {at[1]}, column {at[2]} {what}: {rows[at[:2]].tolist()}",
+            (token, *at[1:]),
             value=int(rows[at]),
         )
 

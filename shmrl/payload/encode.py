@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgpack
 import numpy as np
@@ -44,7 +44,7 @@ def encode(
     prefix: tuple[Sample, int] | None = None,
     *,
     timeout_s: float = 30.0,
-    on_full: str = "block",
+    on_full: Literal["block", "raise"] = "block",
 ) -> Sample:
     """Stores a branch in one block and returns its reference, which is O(1) in its size. The caller owns the block.
 

@@ -30,8 +30,10 @@ class _Bin:
     routed: bool | None = None
 
     def takes(self, sample: Sample, seq_len: int) -> bool:
+        if self.tokens + sample.T > seq_len:
+            return False
         kind = _routed(sample)
-        return self.tokens + sample.T <= seq_len and (kind is None or self.routed is None or kind == self.routed)
+        return kind is None or self.routed is None or kind == self.routed
 
     def add(self, sample: Sample) -> None:
         self.samples.append(sample)

@@ -261,9 +261,11 @@ def test_a_lost_block_is_named(arena):
 
 def test_shared_prefixes_assemble_like_whole_branches(arena):
     branch = make(40, 25)
-    prompt = Branch(branch.tokens[:30], branch.loss_mask[:30], branch.logprobs[:30], routing=routes(30), num_experts=8,
-                    head=tuple(branch.rows[f"head_{n}"].values[:5] for n in ("ids", "logprobs")),
-                    mask=(branch.rows["mask"].values[: branch.rows["mask"].counts[:5].sum()], [0] * 25 + branch.rows["mask"].counts[:5].tolist()))  # fmt: skip
+    head = tuple(branch.rows[name].values[:5] for name in ("head_ids", "head_logprobs"))
+    counts = branch.rows["mask"].counts[:5]
+    mask = (branch.rows["mask"].values[: counts.sum()], [0] * 25 + counts.tolist())
+    first = (branch.tokens[:30], branch.loss_mask[:30], branch.logprobs[:30])
+    prompt = Branch(*first, routing=routes(30), num_experts=8, head=head, mask=mask)
     shared = encode(arena, prompt, tag=TAG)
     other = make(9, 3, salt=1)
     sample = encode(arena, branch, tag=TAG, prefix=(shared, 28))
@@ -369,7 +371,8 @@ def test_head_without_the_sampled_token(arena):
     ids, logprobs = batch.head_without_sampled()
     assert ids[1].tolist() == [7, 2, 9]
     assert logprobs[1].tolist() == pytest.approx([-0.2, -2.1, -3.0])
-    plain = assemble(arena, batch_of(encode(arena, Branch([1, 7], [0, 1], [0, -0.2], head=([[7, 2, 9]], [[-0.2, -2.1, -3.0]])), tag=TAG)))  # fmt: skip
+    plain_head = ([[7, 2, 9]], [[-0.2, -2.1, -3.0]])
+    plain = assemble(arena, batch_of(encode(arena, Branch([1, 7], [0, 1], [0, -0.2], head=plain_head), tag=TAG)))
     assert plain.head_without_sampled()[0][1].tolist() == [7, 2, 9]
 
 
