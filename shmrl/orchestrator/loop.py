@@ -105,7 +105,7 @@ class Orchestrator:
         self.report.open(step)
         self._spawn(self.lag.run())
         self._spawn(self.episodes.watch())
-        if not self.resumed and self.tree.warmup.steps:
+        if step == 0:
             await self._warm_up()
         await self._begin(step)
         if step == 0 and self.evals:

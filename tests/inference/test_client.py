@@ -65,8 +65,14 @@ def test_masks_are_derived_from_heads_that_hold_every_kept_id() -> None:
     ],
 )
 def test_unreadable_answers(answer: dict[str, Any]) -> None:
-    with pytest.raises(EngineError, match="^u sent"):
+    with pytest.raises(EngineError, match=r"^u sent"):
         parse_generation(answer, "u", {"logprobs": 0})
+
+
+def test_an_abort_before_the_first_token() -> None:
+    choice = {"token_ids": [], "finish_reason": "abort", "logprobs": {"content": []}, "sampling_mask": []}
+    got = parse_generation({"choices": [choice]}, "u", {"logprobs": 3, "top_k": 8})
+    assert (got.token_ids, got.logprobs, got.top_logprobs, got.sampling_mask) == ([], [], [], [])
 
 
 def test_metrics_are_summed_over_labels() -> None:
@@ -74,7 +80,7 @@ def test_metrics_are_summed_over_labels() -> None:
     assert parse_metrics(text) == {"vllm:n": 5.0, "up": 1.0}
 
 
-# ----------------------------------------------------------------------------------------------------- a scripted engine
+# ---------------------------------------------------------------------------------------------------- a scripted engine
 
 
 class Scripted:
@@ -167,9 +173,10 @@ async def test_cancelling_drops_the_connection() -> None:
 
 
 async def test_requests_spread_and_stick() -> None:
-    gate = asyncio.Event()
+    gate, arrived = asyncio.Event(), asyncio.Semaphore(0)
 
     async def held(request: web.Request) -> web.StreamResponse:
+        arrived.release()
         await gate.wait()
         return web.json_response(ANSWER)
 
@@ -177,8 +184,8 @@ async def test_requests_spread_and_stick() -> None:
         tasks = [asyncio.ensure_future(client.generate([i], {})) for i in range(8)]
         tasks += [asyncio.ensure_future(client.generate([i], {}, cache_salt="task-1")) for i in range(4)]
         async with asyncio.timeout(10):
-            while len(a.seen) + len(b.seen) < 12:
-                await asyncio.sleep(0.005)
+            for _ in range(12):
+                await arrived.acquire()
         gate.set()
         await asyncio.gather(*tasks)
         salted = [["task-1" in body for _, body in engine.seen].count(True) for engine in (a, b)]

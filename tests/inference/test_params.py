@@ -49,4 +49,5 @@ def test_refused(given: dict, message: str) -> None:
 def test_none_is_the_default_and_minus_one_no_limit() -> None:
     params = SamplingParams.parse({"top_k": -1, "top_p": None, "stop": "x", "temperature": 1}, LIMITS)
     assert params == SamplingParams(stop=("x",))
+    assert SamplingParams.parse({"max_tokens": None, "min_tokens": 99}, LIMITS).max_tokens is None
     assert not params.truncates

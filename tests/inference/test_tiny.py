@@ -1,8 +1,6 @@
 """The model directory made on the spot."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shmrl.config import TinyModel
 from shmrl.errors import ConfigError
-from shmrl.inference.embedded.tiny import write_tiny
+from shmrl.inference.embedded.tiny import main, write_tiny
 
 
 def test_loads_in_transformers_with_the_asked_shape(tiny_dir: Path) -> None:
@@ -63,15 +61,14 @@ def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_command_writes_step_0_of_the_run(tmp_path: Path) -> None:
+def test_command_writes_step_0_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml = tmp_path / "run.toml"
     toml.write_text(RUN.format(output_dir=tmp_path / "out"))
-    command = [sys.executable, "-m", "shmrl.inference.embedded.tiny", str(toml)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert main([str(toml)]) == 0
     assert json.loads((tmp_path / "out/weights/step_0/config.json").read_text())["num_hidden_layers"] == 1
-    toml.write_text("")
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+    toml.write_text("nonsense = 1\n")
+    assert (main([str(toml)]), main([])) == (2, 2)
+    assert "nonsense" in capsys.readouterr().err
 
 
 RUN = """
