@@ -1,8 +1,8 @@
 """Encode, assemble, and a step's hand-over: the arena beside HTTP and multiprocessing.shared_memory, in one run.
 
-`pytest benches --benchmark-only`. A holder process keeps one step's samples three ways, as equal bytes: in arena blocks,
-as bytes behind a ThreadingHTTPServer, and in one shared_memory segment each. The measured process assembles the same
-micro batches from each into the same reused buffers, by the same code; only where the bytes come from differs.
+`pytest benches --benchmark-only`. A holder process keeps one step's samples three ways, as equal bytes: in arena
+blocks, as bytes behind a ThreadingHTTPServer, and in one shared_memory segment each. The measured process assembles the
+same micro batches from each into the same reused buffers, by the same code; only where the bytes come from differs.
 """
 
 from __future__ import annotations

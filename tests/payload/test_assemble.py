@@ -5,6 +5,8 @@ import os
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shmrl.errors import ChecksumError, LostPayload, PayloadError
 from shmrl.payload import Branch, assemble, encode, pack, ragged, register_field, sequence_first, zigzag
@@ -98,6 +100,21 @@ def test_every_cut(arena, n):
     batch = assemble(arena, batch_of(cut, encode(arena, other, tag=TAG)))
     check(batch, 0, branch, n)
     check(batch, n, other)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.lists(st.booleans(), min_size=1, max_size=80), st.floats(0, 1)), min_size=1, max_size=4))
+def test_any_turns_any_cuts(arena, drawn):
+    branches = [make(len(loss), 0, salt=i, loss=loss) for i, (loss, _) in enumerate(drawn)]
+    samples = [encode(arena, branch, tag=TAG) for branch in branches]
+    lengths = [round(share * branch.T) for branch, (_, share) in zip(branches, drawn, strict=True)]
+    batch = assemble(arena, batch_of(*(s.truncated(n) for s, n in zip(samples, lengths, strict=True)), padding=3))
+    at = 0
+    for branch, n in zip(branches, lengths, strict=True):
+        check(batch, at, branch, n)
+        at += n
+    assert len(batch.mask_ids) == batch.mask_counts.sum()
+    arena.free([handle for sample in samples for handle in sample.handles])
 
 
 def test_a_reference_beyond_what_is_stored_is_an_error(arena):
