@@ -204,7 +204,7 @@ class Arena(Core):
         if stats["blocks"] == stats["orphaned"] > 0 and not self._others_alive():
             used = memory.human(stats["used_bytes"])
             raise PeerDied(
-                f"no room for {memory.human(nbytes)}: all {stats['blocks']} blocks ({used}) belong to dead processes and "
+                f"no room for {memory.human(nbytes)}: all {stats['blocks']} blocks ({used}) belong to the dead and "
                 "nobody else is attached; adopt and free them, or discard their run"
             )
 
