@@ -19,3 +19,21 @@ def leaves_nothing():
     for process in leftovers.processes() - before[0]:
         process.kill()
     assert not left, f"left behind: {left}"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`run(...)` makes a whole run (tests.support.runs.Run) in a directory of its own and ends what is still alive."""
+    from tests.support.runs import Run
+
+    made = []
+
+    def build(*files, **options):
+        directory = tmp_path / f"run{len(made)}"
+        directory.mkdir()
+        made.append(Run(directory, *files, **options))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.stop()

@@ -41,7 +41,7 @@ class Generation:
         weight_versions: (version, start, end) over the tokens; empty from engines that do not say.
         url: the engine that answered.
 
-    Example: Generation([113, 471], "length", None, [-2.04, -0.94], None, "k05V...", [[19, 113], [3]], [("7", 0, 2)], url)
+    Example: Generation([113, 4], "length", None, [-2.0, -0.9], None, "k05V...", [[19, 113], [4]], [("7", 0, 2)], url)
     """
 
     token_ids: list[int]
@@ -243,7 +243,7 @@ def parse_generation(answer: Mapping[str, Any], url: str, sampling: Mapping[str,
         if content is None or len(content) != len(choice["token_ids"]):
             have = "none" if content is None else len(content)
             raise EngineError(f"{url} sent {len(choice['token_ids'])} tokens with {have} log-probabilities")
-        heads = None
+        heads, mask = None, choice.get("sampling_mask")
         if sampling.get("logprobs"):
             heads = [
                 ([_id(e) for e in c["top_logprobs"]], [float(e["logprob"]) for e in c["top_logprobs"]]) for c in content
@@ -255,7 +255,7 @@ def parse_generation(answer: Mapping[str, Any], url: str, sampling: Mapping[str,
             logprobs=[float(entry["logprob"]) for entry in content],
             top_logprobs=heads,
             routed_experts=choice.get("routed_experts"),
-            sampling_mask=choice.get("sampling_mask") or _derived_mask(heads, sampling),
+            sampling_mask=_derived_mask(heads, sampling) if mask is None else mask,
             weight_versions=[(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ()],
             url=url,
         )

@@ -23,6 +23,7 @@ class Role:
     Attributes:
         final: its clean exit is part of the run's success; any exit of another role is a failure.
         drains: gets the first Ctrl-C, and takes the run to an orderly end.
+        console: its standard output (a line per step) goes to the terminal; logs go to the file in every case.
         count: processes that do this role's work (ranks, workers); for the table only.
 
     Example: Role("orchestrator", ["python", "-m", "shmrl", "orchestrator", "o.toml"], Path("o.log"), final=True)
@@ -35,6 +36,7 @@ class Role:
     count: int = 1
     final: bool = False
     drains: bool = False
+    console: bool = False
 
 
 def process_table(tree: RunTree, rundir: RunDir, *, resume: bool = False) -> list[Role]:
@@ -49,6 +51,7 @@ def process_table(tree: RunTree, rundir: RunDir, *, resume: bool = False) -> lis
             tree.trainer_address,
             final=True,
             drains=True,
+            console=True,
         )
     )
     if not tree.inference.urls:

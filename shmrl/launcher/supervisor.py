@@ -53,7 +53,7 @@ class _Exited:
 class Supervisor:
     """The running roles. `on_tick` is called twice a second from the loop (it sweeps the arena)."""
 
-    def __init__(self, run_id: str, janitor: Janitor, on_tick: Callable[[], None]) -> None:
+    def __init__(self, run_id: str, janitor: Janitor, on_tick: Callable[[], object]) -> None:
         self._run_id, self._janitor, self._on_tick = run_id, janitor, on_tick
         self._events: asyncio.Queue[_Exited | signal.Signals | None] = asyncio.Queue()
         self._running: dict[str, asyncio.subprocess.Process] = {}
@@ -86,7 +86,7 @@ class Supervisor:
             process = await asyncio.create_subprocess_exec(
                 *role.command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
+                stdout=None if role.console else output,
                 stderr=output,
                 env=child_environment(self._run_id),
                 start_new_session=True,

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import tomli_w
 
 from shmrl.config import ArenaConfig, RunTree, parse_bytes
@@ -56,8 +57,10 @@ def free_shared_memory() -> int:
 
 
 def capacity_bytes(arena: ArenaConfig) -> int:
-    """The arena's capacity: as configured, else half of the free shared memory."""
-    return parse_bytes(arena.capacity) if arena.capacity is not None else free_shared_memory() // 2
+    """The arena's capacity: as configured, else half of the free shared memory (or free memory, if less)."""
+    if arena.capacity is not None:
+        return parse_bytes(arena.capacity)
+    return min(free_shared_memory(), psutil.virtual_memory().available) // 2
 
 
 @contextmanager

@@ -7,13 +7,14 @@ field registry (`register_field`) says what arrays there are. Nothing here impor
 
 from __future__ import annotations
 
-from shmrl.payload.assemble import assemble, zigzag
+from shmrl.payload.assemble import assemble
 from shmrl.payload.batch import TensorBatch, sequence_first
 from shmrl.payload.branch import Branch
 from shmrl.payload.encode import encode
 from shmrl.payload.header import Header, read_header, read_text, read_tokens
 from shmrl.payload.ingest import BranchBuilder
 from shmrl.payload.pack import pack
+from shmrl.payload.plan import zigzag
 from shmrl.payload.registry import ragged, register_field
 from shmrl.payload.routing import Routing
 from shmrl.payload.wireform import micro_batch_from_wire, micro_batch_to_wire, sample_from_wire, sample_to_wire

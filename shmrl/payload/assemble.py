@@ -19,43 +19,22 @@ from shmrl.errors import PayloadError
 from shmrl.payload import _payload
 from shmrl.payload.batch import Staging, TensorBatch
 from shmrl.payload.header import Column, Header, name_of, open_block
+from shmrl.payload.plan import Piece, Plan, TokenRange, make_plan
 from shmrl.payload.registry import Field, members
-from shmrl.types import Handle, MicroBatch, Sample
+from shmrl.types import Handle, MicroBatch
 
 if TYPE_CHECKING:
     from shmrl.arena import Arena
 
-TokenRange = tuple[int, int, int]
-"""(sequence, start, stop); the sequence behind the last one is the padding."""
-
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Positions [start, stop) of a block that go to destination positions from `at` on.
+class _Span:
+    """`count` rows of a field, from `row` on in the piece's block, that stay together at destination position `at`."""
 
-    rows_before, sampled: sampled tokens of the block before `start`, and those within. expected: how many of the
-    piece's positions have a routing row according to the sample.
-    """
-
-    sample: Sample
-    block: int
-    start: int
-    stop: int
+    piece: Piece
+    row: int
     at: int
-    expected: int
-    rows_before: int = 0
-    sampled: int = 0
-
-
-@dataclass(slots=True)
-class _Plan:
-    """Everything the gathers of one micro batch share."""
-
-    pieces: list[_Piece] = field(default_factory=list)
-    positions: list[tuple[int, int]] = field(default_factory=list)  # (start, stop) of each range, in order
-    seq_lens: list[int] = field(default_factory=list)
-    pad_from: int = 0  # the first padding position
-    N: int = 0
+    count: int
 
 
 def assemble(
@@ -97,120 +76,53 @@ def assemble(
         headers = [Header.unpack(view, f"{h!r} of {whose[h]}") for h, view in zip(handles, blocks, strict=True)]
         sources = _payload.Sources(blocks)
         views.callback(sources.release)
-        job = _Job(sources, headers, staging, layers, expert_parallel)
-        job.plan = _plan(micro_batch, handles, headers, tokens)
-        batch = job.run(micro_batch)
+        plan = make_plan(micro_batch, handles, headers, tokens)
+        job = _Job(micro_batch, plan, sources, headers, staging, layers, expert_parallel)
+        batch = job.run()
         if verify:
-            _verify(arena, job.touched, tuple(handles))
+            _verify(arena, job.read, tuple(handles))
         return batch
 
 
-def _verify(arena: Arena, touched: list[tuple[int, str, int, int]], handles: tuple[Handle, ...]) -> None:
-    """Checks the row blocks that were read, and only those: a reference is not hurt by damage behind its
-    cut (FR-01)."""
-    for block, name, first, last in touched:
+def _verify(arena: Arena, read: list[tuple[int, str, int, int]], handles: tuple[Handle, ...]) -> None:
+    """Checks the row blocks that were read, and only those: damage behind a cut does not matter (FR-01)."""
+    for block, name, first, last in read:
         if first < last:
             arena.get(handles[block], verify=True, field=name, rows=(first, last)).release()
-
-
-def zigzag(seq_lens: Sequence[int], cp_size: int, cp_rank: int) -> list[TokenRange]:
-    """The two ranges per sequence of one context-parallel rank: chunk r from the front and chunk r from the back.
-
-    Example: zigzag([8, 4], 2, 0) -> [(0, 0, 2), (0, 6, 8), (1, 0, 1), (1, 3, 4)]; positions 0, 1, 6, 7 and 8, 11 of
-        the row
-    """
-    ranges: list[TokenRange] = []
-    for sequence, length in enumerate(seq_lens):
-        if length % (2 * cp_size):
-            raise ValueError(f"sequence {sequence} has {length} tokens, not a multiple of 2 x {cp_size} ranks")
-        chunk = length // (2 * cp_size)
-        ranges.append((sequence, cp_rank * chunk, (cp_rank + 1) * chunk))
-        ranges.append((sequence, length - (cp_rank + 1) * chunk, length - cp_rank * chunk))
-    return ranges
-
-
-def _plan(
-    micro_batch: MicroBatch, handles: dict[Handle, int], headers: list[Header], tokens: Sequence[TokenRange] | None
-) -> _Plan:
-    samples = micro_batch.samples
-    lengths = [*micro_batch.seq_lens, micro_batch.padding]
-    plan = _Plan(seq_lens=[0] * len(samples))
-    for sample in samples:
-        _check_segments(sample, handles, headers)
-    ranges = tokens if tokens is not None else [(index, 0, length) for index, length in enumerate(lengths)]
-    for sequence, start, stop in ranges:
-        if not (0 <= sequence < len(lengths) and 0 <= start <= stop <= lengths[sequence]):
-            raise PayloadError.of(
-                "tokens", f"no range {(sequence, start, stop)} in sequences of {lengths}", value=(sequence, start, stop)
-            )
-        plan.positions.append((start, stop))
-        if sequence < len(samples):
-            if plan.pad_from < plan.N:
-                raise PayloadError.of("tokens", "the padding's ranges come last", value=(sequence, start, stop))
-            plan.pieces += _pieces(samples[sequence], start, stop, plan.N, handles)
-            plan.seq_lens[sequence] += stop - start
-            plan.pad_from = plan.N + stop - start
-        plan.N += stop - start
-    return plan
-
-
-def _pieces(sample: Sample, start: int, stop: int, at: int, handles: dict[Handle, int]) -> Iterator[_Piece]:
-    """The parts of positions [start, stop) of a sample, one per segment they touch."""
-    first = 0
-    for handle, low, high in sample.segments:
-        a, b = max(start, first), min(stop, first + high - low)
-        if a < b:
-            offset = low - first
-            yield _Piece(sample, handles[handle], a + offset, b + offset, at + a - start, max(0, min(sample.R, b) - a))
-        first += high - low
-
-
-def _check_segments(sample: Sample, handles: dict[Handle, int], headers: list[Header]) -> None:
-    """A reference that names more than is stored is an error, never clamped (RR-03)."""
-    for handle, start, stop in sample.segments:
-        stored = headers[handles[handle]].tokens_here
-        if not 0 <= start <= stop <= stored:
-            raise PayloadError.of(
-                "tokens", f"{name_of(sample)}: positions [{start}, {stop}) of a block of {stored}", stop, value=stored
-            )
-    total = sum(stop - start for _, start, stop in sample.segments)
-    if total != sample.T:
-        raise PayloadError.of("tokens", f"{name_of(sample)}: segments of {total} tokens, T = {sample.T}", value=total)
 
 
 @dataclass(slots=True)
 class _Job:
     """The gathers of one micro batch."""
 
+    micro_batch: MicroBatch
+    plan: Plan
     sources: _payload.Sources
     headers: list[Header]
     staging: Staging
     layers: Sequence[int] | None
     expert_parallel: int
-    plan: _Plan = field(default_factory=_Plan)
-    touched: list[tuple[int, str, int, int]] = field(
-        default_factory=list
-    )  # (block, column, first row, last row) that was read
+    read: list[tuple[int, str, int, int]] = field(default_factory=list)  # (block, column, first row, last row)
 
-    def run(self, micro_batch: MicroBatch) -> TensorBatch:
-        plan, take = self.plan, self.staging.take
+    def run(self) -> TensorBatch:
+        plan, samples = self.plan, self.micro_batch.samples
         loss_mask = self._loss_mask()
         fields: dict[str, Any] = {}
         covered: dict[str, NDArray[np.bool_]] = {}
-        groups = micro_batch.fields or tuple(dict.fromkeys(name for s in micro_batch.samples for name in s.fields))
+        groups = self.micro_batch.fields or tuple(dict.fromkeys(name for s in samples for name in s.fields))
         for entry in (member for group in groups for member in members(group)):
-            shape = self._row_shape(entry, micro_batch)
+            shape = self._row_shape(entry)
             if shape is not None:
-                fields[entry.name], covered[entry.name] = self._field(entry, shape, micro_batch, loss_mask)
-        positions = take("positions", (plan.N,), np.int32)
+                fields[entry.name], covered[entry.name] = self._field(entry, shape, loss_mask)
+        positions = self.staging.take("positions", (plan.N,), np.int32)
         np.concatenate(
-            [np.empty(0, np.int32), *(np.arange(a, b, dtype=np.int32) for a, b in plan.positions)], out=positions
+            [np.arange(0), *(np.arange(a, b) for a, b in plan.positions)], out=positions, casting="same_kind"
         )
         return TensorBatch(
             tokens=self._core("tokens", np.int32), positions=positions, loss_mask=loss_mask,
             logprobs=self._core("logprobs", np.float32), seq_lens=np.array(plan.seq_lens, np.int32), fields=fields,
-            covered=covered, layers=self._layers(micro_batch), num_experts=self._num_experts(micro_batch),
-            head_has_sampled=any(bool(s.meta.get("head_has_sampled")) for s in micro_batch.samples),
+            covered=covered, layers=self._layers(), num_experts=self._num_experts(),
+            head_has_sampled=any(bool(s.meta.get("head_has_sampled")) for s in samples),
             staging=self.staging,
         )  # fmt: skip
 
@@ -219,160 +131,131 @@ class _Job:
     def _core(self, name: str, dtype: Any) -> NDArray[Any]:
         array = self.staging.take(name, (self.plan.N,), dtype)
         array[self.plan.pad_from :] = 0
-        self._gather(
-            [self._copy(p, self._column(p, name), p.start, p.at, p.stop - p.start) for p in self.plan.pieces], array
-        )
+        copies = [self._copy(p, self._column(p, name), p.start, p.at, p.stop - p.start) for p in self.plan.pieces]
+        self._gather(copies, array)
         return array
 
     def _loss_mask(self) -> NDArray[np.bool_]:
-        """Unpacks the bits, and counts each piece's sampled rows (what head and mask are aligned to)."""
         array = self.staging.take("loss_mask", (self.plan.N,), np.bool_)
         array[self.plan.pad_from :] = False
-        counted = []
         for p in self.plan.pieces:
             offset = self._column(p, "loss_mask").offset
-            self.touched.append((p.block, "loss_mask", 0, (p.stop + 7) // 8))
+            self.read.append((p.block, "loss_mask", 0, (p.stop + 7) // 8))
             self.sources.unpack_bits(p.block, offset, p.start, p.stop, array[p.at : p.at + p.stop - p.start])
-            before = self.sources.count_bits(p.block, offset, 0, p.start)
-            sampled = self.sources.count_bits(p.block, offset, p.start, p.stop)
-            counted.append(_Piece(p.sample, p.block, p.start, p.stop, p.at, p.expected, before, sampled))
-        self.plan.pieces = counted
         return array
 
     # ------------------------------------------------------------------------------------------------- fields
 
     def _field(
-        self, entry: Field, shape: tuple[int, ...], micro_batch: MicroBatch, loss_mask: NDArray[np.bool_]
+        self, entry: Field, shape: tuple[int, ...], loss_mask: NDArray[np.bool_]
     ) -> tuple[Any, NDArray[np.bool_]]:
         """(the field's array or (values, counts), its coverage)."""
         covered = self.staging.take(f"{entry.name}/covered", (self.plan.N,), np.bool_)
         covered[:] = False
-        spans = [
-            span
-            for p in self.plan.pieces
-            if entry.group in p.sample.fields
-            for span in self._spans(entry, p, loss_mask)
-        ]
-        for _, _, at, count in spans:
-            covered[at : at + count] = True
+        pieces = [p for p in self.plan.pieces if entry.group in p.sample.fields]
+        aligned = self._fed if entry.align == "input" else self._sampled
+        spans = [span for p in pieces for span in aligned(entry, p, loss_mask)]
+        for span in spans:
+            covered[span.at : span.at + span.count] = True
         if entry.is_ragged:
             return self._ragged(entry, spans), covered
-        experts = self._num_experts(micro_batch)
-        dtype = entry.element(experts)
-        array = self.staging.take(entry.name, (self.plan.N, *shape), dtype)
-        copies: list[list[int]] = []
-        for p, row, at, count in spans:
-            copies += self._fixed(entry, p, row, at, count, array)
-        self._gather(copies, array)
-        self._fill(entry, array, covered, experts)
+        array = self.staging.take(entry.name, (self.plan.N, *shape), entry.element(self._num_experts()))
+        self._gather([copy for span in spans for copy in self._fixed(entry, span, array)], array)
+        self._fill(entry, array, covered)
         return array, covered
 
-    def _spans(self, entry: Field, p: _Piece, loss_mask: NDArray[np.bool_]) -> Iterator[tuple[_Piece, int, int, int]]:
-        """(piece, first row in the block, first destination position, count): runs of rows that stay together."""
-        if entry.align == "input":
-            count = min(self._stored_rows(p, entry), p.stop) - p.start
-            wanted = p.expected if entry.name == "routing" else max(count, p.stop - p.start - 1)
-            if max(count, 0) != wanted:
-                raise PayloadError.of(
-                    entry.name,
-                    f"{max(count, 0)} rows for positions [{p.start}, {p.stop}) of {name_of(p.sample)}, its "
-                    f"reference says {wanted}",
-                    value=count,
-                )
-            if count > 0:
-                yield p, p.start, p.at, count
+    def _fed(self, entry: Field, p: Piece, loss_mask: NDArray[np.bool_]) -> Iterator[_Span]:
+        """Input-aligned rows: as many as positions, but for the last token, which was never fed (RR-01, RR-03)."""
+        count = max(min(self._stored_rows(p, entry), p.stop) - p.start, 0)
+        wanted = p.routed if entry.name == "routing" else max(count, p.stop - p.start - 1)
+        if count != wanted:
+            where = f"positions [{p.start}, {p.stop}) of {name_of(p.sample)}"
+            raise PayloadError.of(entry.name, f"{count} rows for {where}, its reference says {wanted}", value=count)
+        if count:
+            yield _Span(p, p.start, p.at, count)
+
+    def _sampled(self, entry: Field, p: Piece, loss_mask: NDArray[np.bool_]) -> Iterator[_Span]:
+        """Rows of sampled tokens: one span for each run of set bits."""
+        bits = loss_mask[p.at : p.at + p.stop - p.start]
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], bits.view(np.int8), [0])))).tolist()
+        if not edges:
             return
-        if self._stored_rows(p, entry) < p.rows_before + p.sampled:
-            raise PayloadError.of(
-                entry.name, f"{self._stored_rows(p, entry)} rows in {name_of(p.sample)}, its loss mask has more"
-            )
-        edges = np.flatnonzero(
-            np.diff(np.concatenate(([0], loss_mask[p.at : p.at + p.stop - p.start].view(np.int8), [0])))
-        )
-        row = p.rows_before
-        for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            yield p, row, p.at + low, high - low
+        row = self.sources.count_bits(p.block, self._column(p, "loss_mask").offset, 0, p.start)
+        stored, last = self._stored_rows(p, entry), row + int(np.count_nonzero(bits))
+        if stored < last:
+            raise PayloadError.of(entry.name, f"{stored} rows in {name_of(p.sample)}, its loss mask needs {last}")
+        for low, high in zip(edges[::2], edges[1::2], strict=True):
+            yield _Span(p, row, p.at + low, high - low)
             row += high - low
 
-    def _stored_rows(self, p: _Piece, entry: Field) -> int:
-        return (
-            self._column(p, f"{entry.name}/offsets").shape[0] - 1
-            if entry.is_ragged
-            else self._column(p, entry.name).shape[0]
-        )
+    def _stored_rows(self, p: Piece, entry: Field) -> int:
+        rows = self._column(p, f"{entry.name}/offsets" if entry.is_ragged else entry.name).shape[0]
+        return rows - entry.is_ragged
 
-    def _fixed(self, entry: Field, p: _Piece, row: int, at: int, count: int, array: NDArray[Any]) -> list[list[int]]:
-        """Copies of `count` rows: one, or one per run of neighbouring layers where layers are selected."""
+    def _fixed(self, entry: Field, span: _Span, array: NDArray[Any]) -> list[list[int]]:
+        """Copies of a span's rows: one, or one per run of neighbouring layers where layers are selected."""
+        p, header = span.piece, self.headers[span.piece.block]
         column = self._column(p, entry.name)
-        stored = np.dtype(column.dtype)
-        if stored != array.dtype:
+        selected = self.layers if entry.layer_axis == 0 else None
+        row = array.shape[1:] if selected is None else (len(header.layers), *array.shape[2:])
+        if column.shape[1:] != row or np.dtype(column.dtype) != array.dtype:
+            have, want = f"{column.dtype} {column.shape[1:]}", f"{array.dtype.str} {row}"
             raise PayloadError.of(
-                entry.name, f"{stored} in {name_of(p.sample)}, {array.dtype} in this batch", value=column.dtype
+                entry.name, f"rows of {have} in {name_of(p.sample)}, {want} in this batch", value=have
             )
-        selected = self.layers is not None and entry.layer_axis == 0
-        shape = (*array.shape[1:],) if not selected else (len(self.headers[p.block].layers), *array.shape[2:])
-        if column.shape[1:] != shape:
-            raise PayloadError.of(
-                entry.name,
-                f"rows of {column.shape[1:]} in {name_of(p.sample)}, {shape} in this batch",
-                value=column.shape,
-            )
-        if not selected:
-            return [self._copy(p, column, row, at, count)]
-        assert self.layers is not None
-        slots = _slots(self.headers[p.block].layers, self.layers, name_of(p.sample))
-        self.touched.append((p.block, column.name, row, row + count))
-        width = column.row_nbytes // column.shape[1]
-        start, stride = column.offset + row * column.row_nbytes, width * len(slots)
+        if selected is None:
+            return [self._copy(p, column, span.row, span.at, span.count)]
+        slots = _slots(header.layers, selected, name_of(p.sample))
+        self.read.append((p.block, column.name, span.row, span.row + span.count))
+        layer, src = column.row_nbytes // len(header.layers), column.row_nbytes
+        start, dst = column.offset + span.row * src, layer * len(slots)
         return [
-            [p.block, start + slot * width, column.row_nbytes, at * stride + index * width, stride, count, width * run]
+            [p.block, start + slot * layer, src, span.at * dst + index * layer, dst, span.count, layer * run]
             for index, slot, run in _runs(slots)
         ]
 
-    def _fill(self, entry: Field, array: NDArray[Any], covered: NDArray[np.bool_], num_experts: int) -> None:
-        """Padding first, then the other gaps, so that pad row p is the p-th of the padding whatever stands
-        before it."""
+    def _fill(self, entry: Field, array: NDArray[Any], covered: NDArray[np.bool_]) -> None:
+        """Padding first, then the other gaps: pad row p is the p-th of the padding, whatever stands before it."""
         gaps = np.flatnonzero(~covered)
         gaps = np.roll(gaps, -int(np.searchsorted(gaps, self.plan.pad_from)))
         if len(gaps) and callable(entry.fill):
-            array[gaps] = entry.fill(len(gaps), array.shape[1:], num_experts, self.expert_parallel)
+            array[gaps] = entry.fill(len(gaps), array.shape[1:], self._num_experts(), self.expert_parallel)
         elif len(gaps):
             array[gaps] = entry.fill
 
-    def _ragged(
-        self, entry: Field, spans: list[tuple[_Piece, int, int, int]]
-    ) -> tuple[NDArray[Any], NDArray[np.int32]]:
+    def _ragged(self, entry: Field, spans: list[_Span]) -> tuple[NDArray[Any], NDArray[np.int32]]:
+        """Offsets give each span's values and counts; values lie one after the other, in packing order (TK-02)."""
         counts = self.staging.take(f"{entry.name}/counts", (self.plan.N,), np.int32)
         counts[:] = 0
-        copies = []
+        copies: list[list[int]] = []
         total = 0
-        for p, row, at, count in spans:
-            offsets = self._offsets(entry, p, row, count)
-            counts[at : at + count] = np.diff(offsets)
+        for span in spans:
+            offsets = self._offsets(entry, span)
+            counts[span.at : span.at + span.count] = np.diff(offsets)
             first, last = int(offsets[0]), int(offsets[-1])
-            copies.append(self._copy(p, self._column(p, entry.name), first, total, last - first))
+            copies.append(self._copy(span.piece, self._column(span.piece, entry.name), first, total, last - first))
             total += last - first
         values = self.staging.take(entry.name, (total,), entry.element(0))
         self._gather(copies, values)
         return values, counts
 
-    def _offsets(self, entry: Field, p: _Piece, row: int, count: int) -> NDArray[Any]:
-        column = self._column(p, f"{entry.name}/offsets")
-        offsets = np.empty(count + 1, column.dtype)
-        self._gather([self._copy(p, column, row, 0, count + 1)], offsets)
+    def _offsets(self, entry: Field, span: _Span) -> NDArray[Any]:
+        column = self._column(span.piece, f"{entry.name}/offsets")
+        offsets = np.empty(span.count + 1, column.dtype)
+        self._gather([self._copy(span.piece, column, span.row, 0, span.count + 1)], offsets)
         return offsets
 
     # --------------------------------------------------------------------------------------------- descriptors
 
-    def _column(self, p: _Piece, name: str) -> Column:
+    def _column(self, p: Piece, name: str) -> Column:
         column = self.headers[p.block].columns.get(name)
         if column is None:
             raise PayloadError.of(name, f"not in the block of {name_of(p.sample)}")
         return column
 
-    def _copy(self, p: _Piece, column: Column, row: int, at: int, count: int) -> list[int]:
+    def _copy(self, p: Piece, column: Column, row: int, at: int, count: int) -> list[int]:
         nbytes = column.row_nbytes
-        self.touched.append((p.block, column.name, row, row + count))
+        self.read.append((p.block, column.name, row, row + count))
         return [p.block, column.offset + row * nbytes, 0, at * nbytes, 0, 1, count * nbytes]
 
     def _gather(self, copies: list[list[int]], array: NDArray[Any]) -> None:
@@ -381,26 +264,24 @@ class _Job:
 
     # -------------------------------------------------------------------------------------------------- shapes
 
-    def _row_shape(self, entry: Field, micro_batch: MicroBatch) -> tuple[int, ...] | None:
+    def _shapes(self) -> Iterator[dict[str, tuple[int, ...]]]:
+        yield from (sample.meta.get("shapes", {}) for sample in self.micro_batch.samples)
+        yield self.micro_batch.shapes
+
+    def _row_shape(self, entry: Field) -> tuple[int, ...] | None:
         """The assembled row shape; None if neither a sample nor the micro batch knows it (nothing to assemble)."""
-        known = [s.meta["shapes"][entry.group] for s in micro_batch.samples if entry.group in s.meta.get("shapes", {})]
-        if entry.group in micro_batch.shapes:
-            known.append(micro_batch.shapes[entry.group])
-        if not known:
+        known = next((shapes[entry.group] for shapes in self._shapes() if entry.group in shapes), None)
+        if known is None:
             return None
-        shape = tuple(known[0][:-1] if entry.dtype is None else known[0])
-        if self.layers is not None and entry.layer_axis == 0:
-            return (len(self.layers), *shape[1:])
-        return shape
+        shape = tuple(known[:-1] if entry.dtype is None else known)
+        return (len(self.layers), *shape[1:]) if self.layers is not None and entry.layer_axis == 0 else shape
 
-    def _num_experts(self, micro_batch: MicroBatch) -> int:
-        shapes = [*(s.meta.get("shapes", {}) for s in micro_batch.samples), micro_batch.shapes]
-        return next((int(s["routing"][-1]) for s in shapes if s.get("routing")), 0)
+    def _num_experts(self) -> int:
+        return next((int(shapes["routing"][-1]) for shapes in self._shapes() if shapes.get("routing")), 0)
 
-    def _layers(self, micro_batch: MicroBatch) -> tuple[int, ...]:
-        if self.layers is not None:
-            return tuple(self.layers)
-        return next((header.layers for header in self.headers if header.layers), ())
+    def _layers(self) -> tuple[int, ...]:
+        stored = next((header.layers for header in self.headers if header.layers), ())
+        return stored if self.layers is None else tuple(self.layers)
 
 
 def _slots(stored: tuple[int, ...], wanted: Sequence[int], whose: str) -> list[int]:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class Staging:
-    """Named byte buffers that only grow; `take` gives an array over the beginning of one, its old contents
-    undefined."""
+    """Named byte buffers that only grow; `take` gives an array over one, its old contents undefined."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, NDArray[np.uint8]] = {}
@@ -37,8 +36,51 @@ class Staging:
         return buffer[:nbytes].view(wanted).reshape(shape)
 
 
+class NamedFields:
+    """The built-in fields by name, for a batch of numpy arrays or of torch tensors; None where not captured."""
+
+    __slots__ = ()
+    fields: dict[str, Any]
+    covered: dict[str, Any]
+
+    @property
+    def routing(self) -> Any:
+        """Expert ids [N, L, K], narrow."""
+        return self.fields.get("routing")
+
+    @property
+    def routing_covered(self) -> Any:
+        """[N]: False on the last token of an uncut sample, and on padding."""
+        return self.covered.get("routing")
+
+    @property
+    def head_ids(self) -> Any:
+        """[N, K]; rows that are not covered hold 0."""
+        return self.fields.get("head_ids")
+
+    @property
+    def head_logprobs(self) -> Any:
+        """[N, K]; rows that are not covered hold -inf."""
+        return self.fields.get("head_logprobs")
+
+    @property
+    def head_covered(self) -> Any:
+        """[N]."""
+        return self.covered.get("head_ids")
+
+    @property
+    def mask_ids(self) -> Any:
+        """Kept ids of all positions, one after the other [sum(mask_counts)]."""
+        return self.fields["mask"][0] if "mask" in self.fields else None
+
+    @property
+    def mask_counts(self) -> Any:
+        """Kept ids per position [N]; 0 = no restriction."""
+        return self.fields["mask"][1] if "mask" in self.fields else None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorBatch:
+class TensorBatch(NamedFields):
     """One packed row of N positions, padding included, in packing order.
 
     Attributes:
@@ -65,39 +107,6 @@ class TensorBatch:
     head_has_sampled: bool
     staging: Staging
 
-    @property
-    def routing(self) -> NDArray[Any] | None:
-        """Expert ids [N, L, K], narrow; None if not captured."""
-        return self.fields.get("routing")
-
-    @property
-    def routing_covered(self) -> NDArray[np.bool_] | None:
-        return self.covered.get("routing")
-
-    @property
-    def head_ids(self) -> NDArray[np.int32] | None:
-        """[N, K]; rows that are not covered hold 0."""
-        return self.fields.get("head_ids")
-
-    @property
-    def head_logprobs(self) -> NDArray[np.float32] | None:
-        """[N, K]; rows that are not covered hold -inf."""
-        return self.fields.get("head_logprobs")
-
-    @property
-    def head_covered(self) -> NDArray[np.bool_] | None:
-        return self.covered.get("head_ids")
-
-    @property
-    def mask_ids(self) -> NDArray[np.int32] | None:
-        """Kept ids of all positions, one after the other [sum(mask_counts)]."""
-        return self.fields["mask"][0] if "mask" in self.fields else None
-
-    @property
-    def mask_counts(self) -> NDArray[np.int32] | None:
-        """Kept ids per position [N]; 0 = no restriction."""
-        return self.fields["mask"][1] if "mask" in self.fields else None
-
     def head_without_sampled(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """The plain top-k head (ids, logprobs) [N, K], whichever layout is stored (TK-07)."""
         if self.head_ids is None or self.head_logprobs is None:
@@ -116,7 +125,7 @@ class TensorBatch:
         wanted = np.dtype(fits[0] if dtype is None else dtype)
         if wanted.kind != "i" or wanted < np.dtype(fits[0]):
             raise PayloadError.of("routing", f"{wanted} cannot hold -1 and {self.num_experts - 1}", value=str(wanted))
-        out = self.routing.astype(wanted)
+        out: NDArray[Any] = self.routing.astype(wanted)
         out[~self.routing_covered] = -1
         return out
 

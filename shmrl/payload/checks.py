@@ -75,8 +75,11 @@ def check_finite(field: str, array: NDArray[Any]) -> None:
         raise PayloadError.of(field, f"{array[at]} at position {position}", position, value=float(array[at]))
 
 
-def check_ids(field: str, rows: NDArray[Any], num_experts: int) -> None:
-    """Ids [R, L, K] in [0, num_experts) and distinct within a row: a capture buffer left at zero fails here (RR-18)."""
+def check_ids(field: str, rows: NDArray[Any], num_experts: int, first: int = 0) -> None:
+    """Ids [R, L, K] in [0, num_experts) and distinct within a row: a capture buffer left at zero fails here (RR-18).
+
+    first: the token of row 0, for the message.
+    """
     if not rows.size:
         return
     rows = np.ascontiguousarray(rows)
@@ -88,8 +91,8 @@ def check_ids(field: str, rows: NDArray[Any], num_experts: int) -> None:
         what = "repeats in its row" if code == -errno.EEXIST else f"is outside [0, {num_experts})"
         raise PayloadError.of(
             field,
-            f"id {rows[at]} at token {at[0]}, layer slot {at[1]}, column {at[2]} {what}: {rows[at[:2]].tolist()}",
-            at,
+            f"id {rows[at]} at token {first + at[0]}, layer slot {at[1]}, column {at[2]} {what}: {rows[at[:2]].tolist()}",
+            (first + at[0], *at[1:]),
             value=int(rows[at]),
         )
 

@@ -167,22 +167,23 @@ def _check_prefix(arena: Arena, branch: Branch, sample: Sample, n: int) -> None:
     """The first n positions of both must be the same thing, described the same way."""
     if not 0 < n <= min(sample.T, branch.T - 1):
         raise PayloadError.of("prefix", f"{n} positions of a sample of {sample.T} for a branch of {branch.T}", value=n)
-    header = read_header(arena, sample.segments[0][0])
-    groups = tuple(dict.fromkeys(get_field(name).group for name in branch.rows))
-    for what, theirs, ours in (
-        ("fields", sample.fields, groups),
-        ("layers", header.layers, branch.layers),
-        ("experts", header.num_experts, branch.num_experts),
-    ):
-        if ours != theirs:
-            raise PayloadError.of(
-                "prefix", f"{what} {theirs} of {name_of(sample)}, the branch has {ours}", value=theirs
-            )
-    if "routing" in groups and n > sample.R:
-        raise PayloadError.of("prefix", f"{sample.R} routing rows for {n} positions; share {sample.R}", value=sample.R)
     short = sample.truncated(n)
     _check_equal("tokens", read_tokens(arena, short), branch.tokens[:n])
     _check_equal("loss_mask", read_loss_mask(arena, short), branch.loss_mask[:n])
+    header = read_header(arena, sample.segments[0][0])
+    sampled = branch.loss_mask[:n].any()
+    for field in (get_field(name) for name in branch.rows):
+        if (field.align == "input" or sampled) and field.group not in sample.fields:
+            raise PayloadError.of(
+                "prefix", f"{name_of(sample)} has no {field.group}, the branch has", value=field.group
+            )
+    if "routing" in branch.rows and (header.layers, header.num_experts) != (branch.layers, branch.num_experts):
+        have = f"{header.num_experts} experts, layers {header.layers}"
+        raise PayloadError.of(
+            "prefix", f"{name_of(sample)} has {have}, the branch {branch.num_experts}, {branch.layers}"
+        )
+    if "routing" in branch.rows and n > sample.R:
+        raise PayloadError.of("prefix", f"{sample.R} routing rows for {n} positions; share {sample.R}", value=sample.R)
 
 
 def _check_equal(what: str, theirs: NDArray[Any], ours: NDArray[Any]) -> None:

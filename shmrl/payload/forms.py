@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from shmrl.errors import PayloadError
 from shmrl.payload import _payload
 
-JSON_MINUS_INF = -9999.0
-"""What vLLM's JSON has in place of -inf; anything at or below -9000 means "could not be drawn"."""
+EXCLUDED = -9000.0
+"""Log-probabilities at or below this are -inf: vLLM's JSON has -9999.0 for tokens that could not be drawn."""
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_BASE64 = "k05VTVBZ"
 _BASE64 = re.compile(rb"[A-Za-z0-9+/]{48,}")
@@ -145,20 +145,22 @@ def _check_rows(rows: NDArray[Any], layers: int | None, top_k: int | None) -> No
 # --------------------------------------------------------------------------------------------------- heads and masks
 
 
-def logprobs_content(
-    content: Sequence[Mapping[str, Any]],
-) -> tuple[list[int], list[float], list[list[int]], list[list[float]]]:
-    """(token ids, logprobs, top ids per token, top logprobs per token) of `logprobs.content`.
+TopLogprobs = Sequence[tuple[Sequence[int], Sequence[float]]]
+"""(ids, log-probabilities) per sampled token, the sampled token first."""
 
-    Understands {"token": "token_id:N"} (vLLM 0.30) and {"token_id": N} (0.32). PayloadError where an entry has
-    neither, or a log-probability is null.
+
+def logprobs_content(content: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float], TopLogprobs]:
+    """(token ids, logprobs, top logprobs) of `logprobs.content`.
+
+    Understands {"token": "token_id:N"} (vLLM 0.30) and {"token_id": N} (0.32). PayloadError where an entry has neither,
+    or a log-probability is null.
     """
-    ids = [_entry_id(entry, at) for at, entry in enumerate(content)]
-    logprobs = [_entry_logprob(entry, at) for at, entry in enumerate(content)]
     tops = [entry.get("top_logprobs") or [] for entry in content]
-    top_ids = [[_entry_id(item, at) for item in top] for at, top in enumerate(tops)]
-    top_logprobs = [[_entry_logprob(item, at) for item in top] for at, top in enumerate(tops)]
-    return ids, logprobs, top_ids, top_logprobs
+    return (
+        [_entry_id(entry, at) for at, entry in enumerate(content)],
+        [_entry_logprob(entry, at) for at, entry in enumerate(content)],
+        [([_entry_id(e, at) for e in top], [_entry_logprob(e, at) for e in top]) for at, top in enumerate(tops)],
+    )
 
 
 def _entry_id(entry: Mapping[str, Any], position: int) -> int:
@@ -182,26 +184,19 @@ def _entry_logprob(entry: Mapping[str, Any], position: int) -> float:
     return float(value)
 
 
-def head_rows(
-    top_ids: Sequence[Sequence[int]],
-    top_logprobs: Sequence[Sequence[float]],
-    sampled: Sequence[int] | None,
-    k: int,
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def head_rows(top: TopLogprobs, sampled: Sequence[int] | None, k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """A head [S, k] of the plain top-k, or [S, k + 1] with the sampled token first when `sampled` is given.
 
-    An engine lists the sampled token first and then the others: k entries if it is among the top k, else k + 1. -9999.0
-    becomes -inf. PayloadError for None and for rows that have too few entries.
+    An engine lists the sampled token first and then the others: k entries if it is among the top k, else k + 1.
+    -9999.0 becomes -inf. PayloadError for None and for rows that have too few entries.
 
-    Example: head_rows([[7, 2, 9]], [[-0.2, -2.1, -3.0]], [7], 3) -> ids [[7, 7, 2, 9]], logprobs [[-0.2, -0.2, -2.1,
-        -3.0]]
+    Example: head_rows([([7, 2, 9], [-0.2, -2.1, -3.0])], [7], 3) -> [[7, 7, 2, 9]], [[-0.2, -0.2, -2.1, -3.0]]
     """
-    ids = np.empty((len(top_ids), k + (sampled is not None)), np.int32)
+    ids = np.empty((len(top), k + (sampled is not None)), np.int32)
     logprobs = np.empty(ids.shape, np.float32)
-    for at, (row, values) in enumerate(zip(top_ids, top_logprobs, strict=True)):
-        row_ids, row_logprobs = _head_row(row, values, None if sampled is None else sampled[at], k, at)
-        ids[at], logprobs[at] = row_ids, row_logprobs
-    logprobs[logprobs <= -9000.0] = -np.inf
+    for at, (row, values) in enumerate(top):
+        ids[at], logprobs[at] = _head_row(row, values, None if sampled is None else sampled[at], k, at)
+    logprobs[logprobs <= EXCLUDED] = -np.inf
     return ids, logprobs
 
 
@@ -243,13 +238,9 @@ def mask_rows(sampling_mask: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32]
     return ids, counts
 
 
-def mask_from_logprobs(top_ids: Sequence[Sequence[int]], top_logprobs: Sequence[Sequence[float]]) -> list[list[int]]:
+def mask_from_logprobs(top: TopLogprobs) -> list[list[int]]:
     """The kept sets of an engine that reports none: the ids whose *processed* log-probability is not -inf, sorted.
 
-    Right only with processed log-probabilities and as many of them as top_k (vLLM 0.30; equal to 0.32's own mask
-    there).
+    Right only with processed log-probabilities and as many of them as top_k (vLLM 0.30; equal to 0.32's own mask there).
     """
-    return [
-        sorted({int(i) for i, value in zip(row, values, strict=True) if value > -9000.0})
-        for row, values in zip(top_ids, top_logprobs, strict=True)
-    ]
+    return [sorted({int(i) for i, value in zip(ids, values, strict=True) if value > EXCLUDED}) for ids, values in top]

@@ -114,7 +114,10 @@ class Header:
             raise PayloadError.of(
                 "header", f"{name}: no payload of format {FORMAT_VERSION}: {bytes(data[:16])!r}", value=version
             )
-        raw = msgpack.unpackb(data[_PREFIX.size : _PREFIX.size + size], use_list=False)
+        try:
+            raw = msgpack.unpackb(data[_PREFIX.size : _PREFIX.size + size], use_list=False)
+        except ValueError as error:
+            raise PayloadError.of("header", f"{name}: unreadable ({error})") from error
         base = align(_PREFIX.size + size)
         columns = {c: Column(c, dtype, tuple(shape), base + offset) for c, dtype, shape, offset in raw.pop("columns")}
         for column in columns.values():
@@ -124,8 +127,7 @@ class Header:
         return cls(columns=columns, prefix=prefix, version=version, **raw)
 
     def sample(self, handle: Handle) -> Sample:
-        """The reference to this block's branch: what `encode` returned, and what an orchestrator adopts
-        after a restart."""
+        """The reference to this block's branch: what `encode` returned, and what a restarted run adopts."""
         meta = {key: self.meta[key] for key in SAMPLE_META if self.meta.get(key) is not None}
         meta["shapes"] = {group: self.row_shape(group) for group in self.fields}
         segments = (*self.prefix, (handle, 0, self.tokens_here))

@@ -14,7 +14,7 @@ import numpy as np
 
 from shmrl.errors import PayloadError
 from shmrl.payload.branch import Branch
-from shmrl.payload.forms import head_rows, logprobs_content, mask_from_logprobs, mask_rows, routed_experts
+from shmrl.payload.forms import TopLogprobs, head_rows, logprobs_content, mask_from_logprobs, mask_rows, routed_experts
 from shmrl.payload.routing import Routing
 
 __all__ = [
@@ -36,13 +36,13 @@ class Generation(Protocol):
     @property
     def logprobs(self) -> Sequence[float]: ...
     @property
-    def top_logprobs(self) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]] | None: ...
+    def top_logprobs(self) -> TopLogprobs | None: ...
     @property
     def routed_experts(self) -> Any: ...
     @property
     def sampling_mask(self) -> Sequence[Sequence[int]] | None: ...
     @property
-    def weight_versions(self) -> Sequence[Mapping[str, Any]]: ...
+    def weight_versions(self) -> Sequence[tuple[Any, int, int]]: ...
 
 
 class BranchBuilder:
@@ -76,7 +76,8 @@ class BranchBuilder:
         self._routing = None if num_experts is None else Routing(num_experts, layers)
         self._covered = 0
         self._heads: list[tuple[Any, Any]] = []
-        self._mask: list[Sequence[int]] | None = [] if mask else None
+        self._mask: list[Sequence[int]] = []
+        self._with_mask = mask
 
     @property
     def covered(self) -> int:
@@ -118,7 +119,7 @@ class BranchBuilder:
         self._loss += [False] * len(prompt) + [trainable] * len(new)
         kept = list(generation.logprobs) if trainable else [0.0] * len(new)
         self._logprobs += [0.0] * len(prompt) + kept
-        self.versions += [_version(span["version"]) for span in generation.weight_versions or ()]
+        self.versions += [_version(label) for label, _, _ in generation.weight_versions]
 
     def branch(self, meta: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] | None = None) -> Branch:
         """The finished branch; `meta` is completed with the versions seen and the head's layout."""
@@ -135,7 +136,7 @@ class BranchBuilder:
                 np.concatenate([np.empty((0, width), np.int32), *(ids for ids, _ in self._heads)]),
                 np.concatenate([np.empty((0, width), np.float32), *(logprobs for _, logprobs in self._heads)]),
             )
-        if self._mask is not None:
+        if self._with_mask:
             ids, kept = mask_rows(self._mask)
             counts = np.zeros(len(loss), np.int32)
             counts[loss] = kept
@@ -182,19 +183,17 @@ class BranchBuilder:
     def _add_head(self, generation: Generation, new: list[int]) -> None:
         if not self._head_k:
             return
-        if generation.top_logprobs is None or len(generation.top_logprobs[0]) != len(new):
-            have = 0 if generation.top_logprobs is None else len(generation.top_logprobs[0])
-            raise PayloadError.of("head", f"{have} rows for {len(new)} generated tokens", value=have)
-        self._heads.append(head_rows(*generation.top_logprobs, new, self._head_k))
+        top = generation.top_logprobs or ()
+        if len(top) != len(new):
+            raise PayloadError.of("head", f"{len(top)} rows for {len(new)} generated tokens", value=len(top))
+        self._heads.append(head_rows(top, new, self._head_k))
 
     def _add_mask(self, generation: Generation, new: list[int]) -> None:
-        if self._mask is None:
-            return
+        """Without a mask nothing was restricted, as far as the engine knows; `Branch` refuses that on truncated sources."""
         kept = generation.sampling_mask
-        if kept is None or len(kept) != len(new):
-            have = 0 if kept is None else len(kept)
-            raise PayloadError.of("mask", f"{have} kept sets for {len(new)} generated tokens", value=have)
-        self._mask += list(kept)
+        if kept is not None and len(kept) != len(new):
+            raise PayloadError.of("mask", f"{len(kept)} kept sets for {len(new)} generated tokens", value=len(kept))
+        self._mask += [()] * len(new) if kept is None else kept
 
 
 def _version(label: Any) -> int:

@@ -154,8 +154,7 @@ def unregister_field(name: str) -> None:
 
 
 def set_cap(name: str, cap: int) -> None:
-    """The most elements one row of a ragged field may have from now on, in this process (TK-11: a cap that
-    fails loudly)."""
+    """The most elements one row of a ragged field may have from now on, in this process (TK-11)."""
     field = get_field(name)
     if not field.is_ragged or cap < 1:
         raise PayloadError.of(name, f"has no row length to cap at {cap}", value=cap)

@@ -69,8 +69,7 @@ class Routing:
         self._segments.append(_Segment(array, start, valid))
 
     def finish(self, T: int) -> NDArray[Any]:
-        """Rows [R, L, K] in the narrowest dtype, R = T - 1 or T. PayloadError for a gap, a surplus or an
-        ambiguous segment."""
+        """Rows [R, L, K] in the narrowest dtype, R = T - 1 or T; PayloadError for gap, surplus or ambiguity."""
         starts = self._resolve(T)
         k = self._segments[0].rows.shape[2] if self._segments else 0
         out = np.zeros((T, len(self.layers), k), narrow_dtype(self.num_experts))
@@ -99,7 +98,7 @@ class Routing:
             )
         for first, last in _gaps(covered, low, high):
             rows = segment.rows[first - start : last - start]
-            check_ids("routing", rows, self.num_experts)
+            check_ids("routing", rows, self.num_experts, first)
             out[first:last] = rows
         covered[low:high] = True
 

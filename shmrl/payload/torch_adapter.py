@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shmrl.payload.batch import TensorBatch
+from shmrl.payload.batch import NamedFields, TensorBatch
 
 _SIGNED = {
     "u2": (np.int16, torch.int32, 0xFFFF),
@@ -33,7 +33,7 @@ _SIGNED = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TorchBatch:
+class TorchBatch(NamedFields):
     """The tensors of one packed row; names and shapes as in `TensorBatch`.
 
     Example: assemble(arena, micro_batch).torch("cuda:0").routing -> uint8 [N, 48, 8] on the device
@@ -49,34 +49,6 @@ class TorchBatch:
     layers: tuple[int, ...]
     num_experts: int
     head_has_sampled: bool
-
-    @property
-    def routing(self) -> torch.Tensor | None:
-        return self.fields.get("routing")
-
-    @property
-    def routing_covered(self) -> torch.Tensor | None:
-        return self.covered.get("routing")
-
-    @property
-    def head_ids(self) -> torch.Tensor | None:
-        return self.fields.get("head_ids")
-
-    @property
-    def head_logprobs(self) -> torch.Tensor | None:
-        return self.fields.get("head_logprobs")
-
-    @property
-    def head_covered(self) -> torch.Tensor | None:
-        return self.covered.get("head_ids")
-
-    @property
-    def mask_ids(self) -> torch.Tensor | None:
-        return self.fields["mask"][0] if "mask" in self.fields else None
-
-    @property
-    def mask_counts(self) -> torch.Tensor | None:
-        return self.fields["mask"][1] if "mask" in self.fields else None
 
 
 def to_torch(batch: TensorBatch, device: Any = None) -> TorchBatch:

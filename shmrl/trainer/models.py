@@ -99,5 +99,5 @@ def check_packing(policy: Policy, device: torch.device, tolerance: float | None 
 
 def _alone(lm: Any, row: torch.Tensor) -> torch.Tensor:
     """log p of row[1:] given what precedes, from the model's own full logits. [T - 1] float32."""
-    logits = lm(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+    logits: torch.Tensor = lm(input_ids=row[None], use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]

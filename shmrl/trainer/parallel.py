@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -87,7 +87,7 @@ def gradient_sync(module: nn.Module, on: bool) -> Iterator[None]:
         with module.no_sync():
             yield
         return
-    if hasattr(module, "set_requires_gradient_sync"):
+    if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(on)
     yield
 

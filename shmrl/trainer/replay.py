@@ -39,7 +39,7 @@ def _mixtral(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
 
 def _chosen_softmax(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
     """gpt-oss: softmax over the chosen logits alone."""
-    return torch.softmax(logits.gather(1, ids), dim=-1, dtype=logits.dtype)
+    return torch.softmax(logits.gather(1, ids), dim=-1)
 
 
 def _sigmoid(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def _sigmoid(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
     weights = logits.sigmoid().gather(1, ids)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * router.routed_scaling_factor
+    return weights * float(router.routed_scaling_factor)
 
 
 ROUTERS: dict[str, Gate] = {
@@ -115,9 +115,9 @@ class RouterReplay:
             yield
         finally:
             self._routes = None
-        idle = [layer for layer in self.layers if ids is not None and not self._consumed.get(layer)]
-        if idle:
-            raise RunError(f"router replay: layers {idle} consumed none of the {len(ids)} recorded rows")  # type: ignore[arg-type]
+        idle = [layer for layer in self.layers if not self._consumed.get(layer)]
+        if ids is not None and idle:
+            raise RunError(f"router replay: layers {idle} consumed none of the {len(ids)} recorded rows")
 
     def checked(self, routing: NDArray[Any], covered: NDArray[np.bool_]) -> NDArray[np.int64]:
         """[N, L, K] narrow ids as int64 with -1 in uncovered rows; RunError for an id that is no expert.

@@ -1,4 +1,4 @@
-"""Tiny random models of every family whose routers can be replayed. Weights are scaled so that routing and logits differ."""
+"""Tiny random models of every family whose routers can be replayed, scaled so that routing and logits differ."""
 
 import torch
 from transformers import (

@@ -52,7 +52,9 @@ def test_values_and_gradients_equal_the_full_version(chunk):
     temperature = torch.linspace(0.5, 1.5, S)
     kept_rows = [sorted({int(labels[i]), int(head_ids[i, 1]), 3, 7}) if i % 3 else [] for i in range(S)]
     kept_rows[1] += kept_rows[1][:1]  # one id listed twice
-    kept = KeptSets(torch.tensor(sum(kept_rows, [])), torch.tensor([len(row) for row in kept_rows]))
+    kept = KeptSets(
+        torch.tensor([id for row in kept_rows for id in row]), torch.tensor([len(row) for row in kept_rows])
+    )
     upstream = torch.randn(S, 1 + K, generator=generator)
 
     picks = torch.cat([labels[:, None], head_ids], 1)

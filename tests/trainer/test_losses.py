@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from tests.trainer.test_logprobs import exact
 
 from shmrl.config import Loss
 from shmrl.errors import ConfigError, RunError
 from shmrl.trainer.logprobs import token_logprobs
 from shmrl.trainer.losses import LossInputs, LossOutput, make_loss, mismatch_kl, supervised
+from tests.trainer.test_logprobs import exact
 
 
 def inputs(ratios, advantages, **more):

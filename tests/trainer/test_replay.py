@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from tests.trainer.families import FAMILIES, build
 from torch import nn
 
 from shmrl.errors import RunError
 from shmrl.trainer.models import check_packing
 from shmrl.trainer.policy import Policy
 from shmrl.trainer.replay import ROUTERS, RouterReplay
+from tests.trainer.families import FAMILIES, build
 
 TOKENS = torch.arange(3, 27).reshape(2, 12)
 

@@ -77,10 +77,7 @@ def parse_chat(body: Mapping[str, Any], limits: Limits, tokenizer: PreTrainedTok
     sampling["max_tokens"] = left.get("max_completion_tokens") or left.get("max_tokens")
     if left.get("logprobs"):
         sampling["logprobs"] = left.get("top_logprobs") or 0
-    params = SamplingParams.parse(sampling, limits)
-    if sampling["max_tokens"] is None:
-        params = dataclasses.replace(params, max_tokens=None)
-    return _ask(_render(left, tokenizer), "messages", params, limits, left)
+    return _ask(_render(left, tokenizer), "messages", SamplingParams.parse(sampling, limits), limits, left)
 
 
 def _render(left: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:

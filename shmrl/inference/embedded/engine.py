@@ -110,11 +110,8 @@ class Engine:
         return self._state != "running"
 
     def load_weights(self, path: str | Path) -> Future[None]:
-        """Read and check a checkpoint on the calling thread, then swap it in between two steps.
-
-        EngineError, raised here, leaves the old weights serving."""
-        weights = self.model.read_weights(path)
-        return self.call(lambda: self.model.swap_weights(weights))
+        """Take up another checkpoint between two steps; on EngineError the old weights go on serving."""
+        return self.call(lambda: self.model.load_weights(path))
 
     def set_version(self, version: str) -> Future[None]:
         """Tokens drawn from now on carry this version."""
@@ -150,6 +147,8 @@ class Engine:
         with self._wake:
             if self.error is not None:
                 raise EngineError(f"the engine thread has died: {self.error}")
+            if self._closing:
+                raise EngineError("the engine is closed")
             self._inbox.append(command)
             self._wake.notify()
 

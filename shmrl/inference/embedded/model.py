@@ -1,7 +1,7 @@
 """A causal language model behind two calls, prefill and decode, that also say which experts every token was routed to.
 
 Loads any local checkpoint that transformers' AutoModelForCausalLM loads and whose layers all use full attention. New
-weights are read and checked beside the old ones, then copied in place. Engine thread, except `read_weights`.
+weights are read and checked beside the old ones, then copied in place. Engine thread only.
 """
 
 from __future__ import annotations
@@ -109,8 +109,12 @@ class Model:
             raise EngineError(f"the weights in {path} do not fit {type(net).__name__}: {shown}")
         return net.eval()
 
-    def read_weights(self, path: str | Path) -> dict[str, torch.Tensor]:
-        """Read another checkpoint of the same model, on any thread; EngineError names what does not fit."""
+    def load_weights(self, path: str | Path) -> None:
+        """Copy another checkpoint of the same model over the served weights, in place, once all of it is read and fits.
+
+        EngineError names what does not; nothing has changed then. (Reading sets torch's default dtype for the whole
+        process while it lasts, so it must not run beside a step.)
+        """
         new: dict[str, torch.Tensor] = self._read(Path(path)).state_dict()
         old = self.net.state_dict()
         problems = [f"{name} is not there" for name in old.keys() - new.keys()]
@@ -120,13 +124,8 @@ class Model:
                 problems.append(f"{name} has shape {tuple(new[name].shape)}, served is {tuple(old[name].shape)}")
         if problems:
             raise EngineError(f"{path} is not a checkpoint of the served model: {'; '.join(sorted(problems)[:3])}")
-        return new
-
-    @torch.no_grad()
-    def swap_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Copy what `read_weights` returned over the served weights, in place."""
-        for name, tensor in self.net.state_dict().items():
-            tensor.copy_(weights[name])
+        for name, tensor in old.items():
+            tensor.copy_(new[name])
 
 
 class _Routers:

@@ -59,11 +59,13 @@ class SamplingParams:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], limits: Limits) -> SamplingParams:
-        """Checked parameters; BadRequest names the parameter and its value. None means the default."""
+        """Checked parameters; BadRequest names parameter and value. None means the default; for max_tokens, no limit."""
         unknown = sorted(set(given) - {field.name for field in fields(cls)})
         if unknown:
             raise BadRequest(f"unknown sampling parameter {unknown[0]!r} (parameter={unknown[0]})", param=unknown[0])
         values = {name: _typed(name, value) for name, value in given.items() if value is not None}
+        if "max_tokens" in given and given["max_tokens"] is None:
+            values["max_tokens"] = None
         if values.get("top_k") == -1:
             values["top_k"] = 0
         if values.get("logprobs") == -1:

@@ -74,9 +74,9 @@ class Sampler:
         keys = torch.from_numpy(draw_keys(batch.seeds, positions)).to(self._device)[:, None]
         scaled = logits / batch.temperature
         tokens = torch.empty(rows, dtype=torch.int64, device=self._device)
-        logprobs = torch.empty(rows, device=self._device)
+        logprobs = logits.new_empty(rows)
         ranks = torch.empty_like(tokens)
-        heads = torch.empty(rows, n, dtype=torch.int64, device=self._device), torch.empty(rows, n, device=self._device)
+        heads = tokens.new_empty(rows, n), logits.new_empty(rows, n)
         kept: list[np.ndarray | None] = [None] * rows
         if len(batch.whole):
             at = batch.whole

@@ -140,7 +140,8 @@ class Server:
         try:
             await done
         except asyncio.CancelledError:
-            self.engine.abort(job)
+            with contextlib.suppress(EngineError):  # nobody to abort it any more
+                self.engine.abort(job)
             raise
         if job.error is not None:
             raise EngineError(f"{type(job.error).__name__}: {job.error}")
@@ -199,7 +200,7 @@ class Server:
             raise BadRequest(f"method must be {LOAD_METHOD!r}, got {method!r}", param="method")
         if len(args) != 1 or not isinstance(args[0], str):
             raise BadRequest(f"{LOAD_METHOD} takes one directory, got {args!r}", param="args")
-        await _done(await asyncio.to_thread(self.engine.load_weights, args[0]))
+        await _done(self.engine.load_weights(args[0]))
         log.info("loaded weights from %s", args[0])
         return web.json_response({"results": [None]})
 
@@ -337,6 +338,8 @@ async def _serve(server: Server, listener: socket.socket) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     server.engine.on_death = lambda: _wake(loop, stop)
+    if server.engine.error is not None:
+        stop.set()
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=2)
     await runner.setup()
     await web.SockSite(runner, listener, backlog=1024).start()
@@ -363,7 +366,7 @@ def bind(host: str, port: int) -> socket.socket:
 def _holder(port: int) -> str:
     with contextlib.suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
-            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
+            if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
                 return f" (held by pid {found.pid}, {psutil.Process(found.pid).name()})"
     return ""
 

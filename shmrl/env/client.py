@@ -1,0 +1,208 @@
+"""`EnvClient`: an env server as the orchestrator sees it. One connection, one reader task, one future per request.
+
+Runs in the orchestrator's event loop (or an embedder's). Cancelling the awaiting task cancels the episode on the server.
+A server that exits is noticed by its connection's end: every open request fails with ServerDied, nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from shmrl.env.protocol import episode_from_wire, raise_error, task_from_wire, task_to_wire
+from shmrl.errors import ProtocolError, ServerDied, TasksetError
+from shmrl.types import EpisodeResult, Task
+from shmrl.wire import pack, unpack
+
+log = logging.getLogger(__name__)
+RECONNECT_MS = 100
+DRAIN_S = 0.2
+"""After a connection's end: how long what the server said before may still take to be read."""
+
+
+class EnvClient:
+    """A client of one server. `address` as the server binds it; `token` is the run's.
+
+    Example:
+        client = EnvClient("tcp://127.0.0.1:5000", token)
+        await client.connect(); (task,) = await client.tasks("train", 0, 1)
+        result = await client.run_rollout(task, model=model, group_id="0", seed=1, keep="train", tag="run/reverse-text/0/0")
+    """
+
+    def __init__(self, address: str, token: str | None = None) -> None:
+        self.address, self._token = address, token
+        self._context: zmq.asyncio.Context | None = None
+        self._open: dict[bytes, asyncio.Future[bytes]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._cancels: set[asyncio.Task[Any]] = set()
+        self._lost: str | None = "not connected: call connect() first"
+        self._count = int.from_bytes(os.urandom(4), "little") << 32
+
+    async def connect(self, timeout_s: float = 600.0) -> dict[str, Any]:
+        """Wait until the server answers and one of its workers has loaded the environment; its health.
+
+        Raises TasksetError or WorkerDied with the server's traceback, ProtocolError for a wrong token, ServerDied when it
+        exits while awaited or does not answer in time.
+        """
+        await self.close()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.LINGER, 0)
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._lost = None
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch(monitor))]
+        self._socket.connect(self.address)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call("hello", {"token": self._token})
+                return await self._call("health", {"wait": True})
+        except TimeoutError:
+            raise ServerDied(f"env server {self.address} was not ready after {timeout_s:.0f} s") from None
+
+    async def close(self) -> None:
+        """Close the connection; cancels that were not sent yet go first."""
+        if self._context is None:
+            return
+        await asyncio.gather(*self._cancels, return_exceptions=True)
+        self._give_up("the client was closed")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._socket.close(linger=1000)
+        self._context.term()
+        self._context = None
+
+    async def __aenter__(self) -> EnvClient:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # -------------------------------------------------------------------------------------------------------- methods
+
+    async def health(self) -> dict[str, Any]:
+        """Facts now: workers, ready, lagging, worker_lag_ms, loop_lag_ms, sessions, waiting, restarts, rss_bytes, arena."""
+        return await self._call("health", {})
+
+    async def info(self) -> dict[str, Any]:
+        """name, env_id, split, arena (address), node, fields, demonstrates, max_concurrent, workers."""
+        return await self._call("info", {})
+
+    async def tasks(self, split: str, start: int, n: int) -> list[Task]:
+        """Tasks start .. start + n of a split; fewer than n only at the end of a finite set. TasksetError if it raised."""
+        reply = await self._call("tasks", {"split": split, "start": start, "n": n})
+        return [task_from_wire(task) for task in reply["tasks"]]
+
+    async def run_rollout(
+        self, task: Task, *, model: Mapping[str, Any], group_id: str, seed: int, keep: str, tag: str
+    ) -> EpisodeResult:
+        """One episode. Its own failure (its worker's death included) is a result with `error`, not an exception.
+
+        Args:
+            model: see `shmrl.env.model.ModelSpec`. keep: "train", "eval" (nothing is captured, messages come back) or
+                "warmup" (demonstrations). tag: "run/source/group/episode", unique among the episodes that run.
+        Raises ServerDied, TasksetError; ProtocolError for a value that cannot be sent.
+        """
+        payload = {
+            "task": task_to_wire(task),
+            "model": model,
+            "group_id": group_id,
+            "seed": seed,
+            "keep": keep,
+            "tag": tag,
+        }
+        reply, nbytes = await self._exchange("run_rollout", payload)
+        return episode_from_wire(_unless_fatal(reply), nbytes)
+
+    async def run_group(
+        self, task: Task, *, model: Mapping[str, Any], group_id: str, seeds: Sequence[int], keep: str, tag: str
+    ) -> list[EpisodeResult]:
+        """One episode per seed, scored together by the environment's `score_group`; tags are tag/0, tag/1, ..."""
+        payload = {
+            "task": task_to_wire(task), "model": model, "group_id": group_id, "seeds": list(seeds), "keep": keep, "tag": tag,
+        }  # fmt: skip
+        reply, nbytes = await self._exchange("run_group", payload)
+        if not reply["success"]:
+            return [episode_from_wire(_unless_fatal(reply), nbytes)] * len(seeds)
+        return [episode_from_wire(episode, nbytes // len(seeds)) for episode in reply["episodes"]]
+
+    # ----------------------------------------------------------------------------------------------------- connection
+
+    async def _call(self, method: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply of a request that succeeded; its error otherwise."""
+        reply, _ = await self._exchange(method, payload)
+        if not reply["success"]:
+            raise_error(reply)
+        return reply
+
+    async def _exchange(self, method: str, payload: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """(reply, its size in bytes). Cancellation is passed on to the server, which frees what the episode kept."""
+        raw = pack(payload)
+        if self._lost is not None:
+            raise ServerDied(f"env server {self.address}: {self._lost}")
+        self._count += 1
+        number = self._count.to_bytes(8, "little")
+        future = self._open[number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_multipart([number, method.encode(), raw])
+        try:
+            reply = await future
+        except asyncio.CancelledError:
+            self._send_cancel(number, method, payload)
+            raise
+        finally:
+            self._open.pop(number, None)
+        decoded = unpack(reply)
+        if not isinstance(decoded, dict) or "success" not in decoded:
+            raise ProtocolError(f"env server {self.address}: a reply that is none: {reply[:64]!r}")
+        return decoded, len(reply)
+
+    def _send_cancel(self, number: bytes, method: str, payload: Mapping[str, Any]) -> None:
+        if self._lost is not None or method not in ("run_rollout", "run_group"):
+            return
+        frames = [os.urandom(8), b"cancel", pack({"request_id": number, "tag": payload["tag"]})]
+        task = asyncio.ensure_future(self._socket.send_multipart(frames))
+        self._cancels.add(task)
+        task.add_done_callback(self._cancels.discard)
+
+    async def _read(self) -> None:
+        """Hands every reply to its future; replies that nobody awaits any more are dropped."""
+        while True:
+            await self._socket.poll()
+            frames = await self._socket.recv_multipart()
+            future = self._open.get(frames[0])
+            if future is not None and not future.done() and len(frames) == 2:
+                future.set_result(frames[1])
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Waits for the connection's end (a server that is not there yet never had one)."""
+        try:
+            parse_monitor_message(await monitor.recv_multipart())
+            await asyncio.sleep(DRAIN_S)
+            self._give_up("the server exited, or its connection broke")
+        finally:
+            monitor.close(linger=0)
+
+    def _give_up(self, why: str) -> None:
+        self._lost = why
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(ServerDied(f"env server {self.address}: {why}"))
+
+
+def _unless_fatal(reply: dict[str, Any]) -> dict[str, Any]:
+    """A reply, unless it says that the server cannot go on."""
+    if not reply["success"] and reply.get("error", {}).get("type") in (TasksetError.__name__, ServerDied.__name__):
+        raise_error(reply)
+    return reply

@@ -1,0 +1,188 @@
+"""What an environment's author writes: tasks, a rollout, rewards. Authors never touch arrays.
+
+Two shapes. A *rollout environment* talks to the model itself; a *session environment* only has reset and step, and
+`SessionRollout` drives it as a rollout, so that it gets everything a rollout has. Runs in the env workers; imported by
+`shmrl.envs` and by authors, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from shmrl.types import Task
+
+if TYPE_CHECKING:
+    from shmrl.env.model import Model
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(slots=True)
+class Episode:
+    """What a rollout hands back. `reward` is the total, `rewards` its weighted parts, `metrics` mere observations.
+
+    messages: the conversation for whoever reads it; None means the one the model recorded.
+
+    Example: Episode(reward=0.83, rewards={"lcs": 0.83}, metrics={"length": 6.0}, stop_reason="stop")
+    """
+
+    reward: float = 0.0
+    rewards: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    stop_reason: str = "stop"
+    messages: list[dict[str, Any]] | None = None
+
+
+class Environment:
+    """Base of rollout environments; construct-time arguments are `env.args` of the configuration.
+
+    Three more methods are optional and found by name:
+        async score_group(episodes: list[Episode]) -> None: adjusts rewards in place, knowing the whole group;
+        demonstrate(task, messages) -> str: the assistant's ideal next reply (supervised warm-up needs it);
+        and the attribute `name` for logs.
+    """
+
+    async def setup(self) -> None:
+        """Called once per worker, before anything else."""
+
+    async def teardown(self) -> None:
+        """Called once per worker when it stops."""
+
+    def tasks(self, split: Split) -> Iterable[Task]:
+        """The problems of one split: a sequence, a `Generated`, or an iterator; finite or infinite.
+
+        Workers each call it for themselves, so it must give the same tasks every time.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no tasks()")
+
+    async def rollout(self, task: Task, model: Model) -> Episode:
+        """One attempt at one task, by calls of `model.chat.completions.create(messages=...)`."""
+        raise NotImplementedError(f"{type(self).__name__} has no rollout()")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a session answers to an action. Example: Step("higher", reward=0.0, done=False)"""
+
+    observation: str
+    reward: float = 0.0
+    done: bool = False
+
+
+class SessionEnvironment:
+    """Base of session environments: one instance per session, plain blocking methods that return at once.
+
+    `tasks(split)` is optional: by default the tasks are seeds without end. `demonstrate(task, messages)` is optional.
+    """
+
+    def reset(self, seed: int, **data: Any) -> str:
+        """Begin a session; `data` is the task's own. Returns the first observation, which is the first user message."""
+        raise NotImplementedError(f"{type(self).__name__} has no reset()")
+
+    def step(self, action: str) -> Step:
+        """The effect of one reply of the model."""
+        raise NotImplementedError(f"{type(self).__name__} has no step()")
+
+
+class SessionRollout(Environment):
+    """A session environment as a rollout: a fresh session per episode, its step rewards summed.
+
+    `make` builds a session. The episode ends when the session says done, or when the model is out of turns or of context.
+    """
+
+    def __init__(self, make: Callable[[], Any], seed: int = 0) -> None:
+        self.make, self.seed = make, seed
+        probe = make()
+        if hasattr(probe, "demonstrate"):
+            self.demonstrate = probe.demonstrate
+        self._own_tasks = getattr(probe, "tasks", None)
+
+    def tasks(self, split: Split) -> Iterable[Task]:
+        if self._own_tasks is not None:
+            return self._own_tasks(split)  # type: ignore[no-any-return]
+        return Generated(lambda index: Task(str(index), {}, task_seed(self.seed, split, index)))
+
+    async def rollout(self, task: Task, model: Model) -> Episode:
+        session = self.make()
+        messages: list[dict[str, Any]] = [{"role": "user", "content": session.reset(task.seed, **task.data)}]
+        total = 0.0
+        while not model.exhausted:
+            reply = (await model.chat.completions.create(messages=messages)).choices[0].message
+            step = session.step(reply["content"])
+            total += step.reward
+            messages += [reply, {"role": "user", "content": step.observation}]
+            if step.done:
+                return Episode(total, {"steps": total}, {"turns": float(model.turns)}, "done", messages)
+        return Episode(total, {"steps": total}, {"turns": float(model.turns)}, model.limit, messages)
+
+
+# ------------------------------------------------------------------------------------------------------- task sets
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A task set made by index, so that no worker walks through it: `make(i)` for i < size, or without end.
+
+    Example: Generated(lambda i: Task(str(i), {"text": "abc"}, seed=i), size=1000)[999]
+    """
+
+    make: Callable[[int], Task]
+    size: int | None = None
+
+    def __getitem__(self, index: int) -> Task:
+        if index < 0 or (self.size is not None and index >= self.size):
+            raise IndexError(index)
+        return self.make(index)
+
+    def __iter__(self) -> Iterator[Task]:
+        index = 0
+        while self.size is None or index < self.size:
+            yield self.make(index)
+            index += 1
+
+
+def task_seed(seed: int, split: str, index: int) -> int:
+    """A 48-bit seed per task. Splits never share one: the lowest bit is the split. Equal on every machine."""
+    digest = hashlib.blake2s(f"{seed}/{split}/{index}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little") & ~1 | (split == "eval")
+
+
+# --------------------------------------------------------------------------------------------------------- rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """One function of an episode; weight None makes it a metric, which is observed and not rewarded."""
+
+    name: str
+    function: Callable[..., float]
+    weight: float | None
+
+
+def reward(function: Callable[..., float], weight: float = 1.0, name: str | None = None) -> Scorer:
+    """A weighted part of the reward. Example: reward(lcs_ratio, weight=0.8)"""
+    return Scorer(name or function.__name__, function, weight)
+
+
+def metric(function: Callable[..., float], name: str | None = None) -> Scorer:
+    """An observation beside the reward. Example: metric(num_words)"""
+    return Scorer(name or function.__name__, function, None)
+
+
+class Rubric:
+    """Scores an episode with all its functions, called with the same arguments.
+
+    Example: Rubric(reward(lcs_ratio), metric(exact)).episode("cba", "cba").reward == 1.0
+    """
+
+    def __init__(self, *scorers: Scorer) -> None:
+        self.scorers: Sequence[Scorer] = scorers
+
+    def episode(self, *args: Any, stop_reason: str = "stop", messages: list[dict[str, Any]] | None = None) -> Episode:
+        """An Episode whose reward is the weighted sum over the reward functions."""
+        rewards = {s.name: s.weight * float(s.function(*args)) for s in self.scorers if s.weight is not None}
+        metrics = {s.name: float(s.function(*args)) for s in self.scorers if s.weight is None}
+        return Episode(sum(rewards.values()), rewards, metrics, stop_reason, messages)

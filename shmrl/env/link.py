@@ -1,0 +1,67 @@
+"""The link between an env server and one of its workers: msgpack frames over an inherited socket pair.
+
+No name in the file system, and its end is the death signal for both sides. A frame is a 4-byte length and
+[number, kind, payload bytes]; payloads pass through the server undecoded. Kinds:
+
+    server -> worker   start (0, settings), run_rollout / run_group / tasks (number, request), cancel (number, b"")
+    worker -> server   ready (0, facts), fatal (0, {traceback}), beat (0, facts), reply or failed (number, reply)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+from shmrl.errors import ProtocolError
+from shmrl.wire import pack, unpack
+
+_LENGTH = struct.Struct("<I")
+MAX_FRAME = 256 << 20
+"""Bytes. Requests and replies are small; this only bounds what a broken peer can make the other one allocate."""
+
+
+class Link:
+    """One end. `send` never blocks (frames are small and the peer always reads); `receive` gives None at the end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def over(cls, end: socket.socket) -> Link:
+        """The link over one end of a socket pair, which it owns from here on."""
+        reader, writer = await asyncio.open_connection(sock=end)
+        return cls(reader, writer)
+
+    def send(self, number: int, kind: str, payload: bytes) -> None:
+        """Queue one frame; a link whose peer is gone swallows it (its end is noticed elsewhere)."""
+        if self._writer.is_closing():
+            return
+        frame = pack([number, kind, payload])
+        if len(frame) > MAX_FRAME:
+            raise ProtocolError(f"{kind}: a message of {len(frame)} bytes exceeds {MAX_FRAME}")
+        self._writer.write(_LENGTH.pack(len(frame)) + frame)
+
+    async def receive(self) -> tuple[int, str, bytes] | None:
+        """The next frame, or None when the peer is gone."""
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            number, kind, payload = unpack(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        return number, kind, payload
+
+    async def flush(self) -> None:
+        """Wait until the kernel has what was sent."""
+        try:
+            await self._writer.drain()
+        except ConnectionError:
+            return
+
+    async def close(self) -> None:
+        """Close this end; the peer reads to the end and then knows."""
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except ConnectionError:
+            return

@@ -1,0 +1,339 @@
+"""The model as an environment's author sees it: an OpenAI-style client that records what the trainer needs.
+
+One `Model` per episode, in an env worker. Prompts go to the engine as token ids; a call whose messages continue a recorded
+conversation continues its ids, so that what is trained is exactly what was sampled. A call that continues none starts
+another branch. Token ids, log-probabilities, routing, heads and masks are collected by a `BranchBuilder` per branch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shmrl.env.chat import ChatFormat, parse_tool_calls
+from shmrl.errors import EngineError, EnvError, ProtocolError
+from shmrl.payload import BranchBuilder
+
+if TYPE_CHECKING:
+    from shmrl.inference.client import Generation
+    from shmrl.payload import Branch
+
+MAX_ABORTS = 64
+"""How often one reply may be aborted and resumed (an engine aborts at most once per weight update)."""
+
+
+class Engine(Protocol):
+    """What `Model` needs of `shmrl.inference.client.EngineClient`."""
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        sampling: dict[str, Any],
+        *,
+        routed_experts_prompt_start: int,
+        cache_salt: str | None,
+    ) -> Generation: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The `model` map of a request: which engine and tokenizer, how to sample, what to capture.
+
+    Attributes:
+        urls: engines that serve the policy. name: what the policy is called. tokenizer: model directory.
+        sampling: temperature, top_p, top_k, min_p, max_tokens. version: the policy version at dispatch.
+        fields: what to capture: routing, head, mask. head: width of the captured top-k. max_model_len: context in tokens.
+    """
+
+    urls: tuple[str, ...]
+    tokenizer: str
+    sampling: Mapping[str, Any]
+    name: str = "policy"
+    version: int = 0
+    cache_salt: str | None = None
+    fields: tuple[str, ...] = ()
+    head: int = 0
+    max_model_len: int = 1024
+    logprobs_mode: str = "processed"
+
+    @classmethod
+    def from_wire(cls, raw: Any) -> ModelSpec:
+        """The spec of a request's map; ProtocolError names keys that are missing or unknown."""
+        if not isinstance(raw, Mapping):
+            raise ProtocolError(f"model: a map was expected, not {type(raw).__name__}")
+        missing = sorted({"urls", "tokenizer", "sampling"} - raw.keys())
+        unknown = sorted(map(str, raw.keys() - cls.__dataclass_fields__.keys()))
+        if missing or unknown:
+            raise ProtocolError(f"model: missing {missing}, unknown {unknown}")
+        spec = cls(**raw)
+        return replace(
+            spec,
+            urls=tuple(spec.urls),
+            fields=tuple(spec.fields),
+            logprobs_mode=spec.logprobs_mode.removesuffix("_logprobs"),
+        )
+
+
+class Message(dict[str, Any]):
+    """An assistant message: a plain dict (append it to `messages`) whose keys can be read as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    message: Message
+    finish_reason: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The part of OpenAI's ChatCompletion that environments read; usage counts tokens."""
+
+    choices: tuple[Choice, ...]
+    usage: dict[str, int]
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the engine in the form `BranchBuilder` takes; the defaults are a turn that nothing was captured of."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[dict[str, Any]]
+    top_logprobs: tuple[list[list[int]], list[list[float]]] | None = None
+    routed_experts: str | None = None
+    sampling_mask: list[list[int]] | None = None
+
+    @classmethod
+    def of(cls, answer: Generation, version: int) -> Turn:
+        """`version` is taken for engines that do not label their weights."""
+        heads = answer.top_logprobs
+        return cls(
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            weight_versions=[{"version": label} for label, _, _ in answer.weight_versions] or [{"version": version}],
+            top_logprobs=None if heads is None else ([ids for ids, _ in heads], [values for _, values in heads]),
+            routed_experts=answer.routed_experts,
+            sampling_mask=answer.sampling_mask,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """One branch while it runs. `turns` are the places where it can go on: (messages up to there, ids up to there)."""
+
+    builder: BranchBuilder
+    turns: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self.turns[-1][0] if self.turns else []
+
+
+class Model:
+    """The client handed to `rollout`.
+
+    Attributes:
+        chat.completions.create: one call of the model. turns: calls that generated something.
+        limit: which limit keeps a further call from generating: "length" (context full), "max_turns", or "".
+        exhausted: whether there is one. stop_reason: how the last call ended: "stop", "length" or "max_turns".
+
+    Example: reply = await model.chat.completions.create(messages=[{"role": "user", "content": "abc"}])
+    """
+
+    def __init__(
+        self, spec: ModelSpec, chat: ChatFormat, engine: Engine, *, seed: int = 0, max_turns: int | None = None
+    ) -> None:
+        self.spec, self._format, self._engine, self._seed, self._max_turns = spec, chat, engine, seed, max_turns
+        self.conversations: list[Conversation] = []
+        self.turns = self.num_tokens = self._calls = self._length = 0
+        self.stop_reason = "stop"
+        self.chat = self
+        self.completions = self
+
+    @property
+    def limit(self) -> str:
+        if self._length >= self.spec.max_model_len:
+            return "length"
+        return "max_turns" if self._max_turns is not None and self.turns >= self._max_turns else ""
+
+    @property
+    def exhausted(self) -> bool:
+        return bool(self.limit)
+
+    async def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The reply's text: `create` for environments that need no more."""
+        return str((await self.create(messages=messages)).choices[0].message["content"])
+
+    async def create(
+        self,
+        *,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        max_tokens: int | None = None,
+    ) -> Completion:
+        """One assistant turn. finish_reason is "stop", "tool_calls" or "length"; an exhausted model gives an empty "length".
+
+        Args: messages: the whole conversation. max_tokens: at most the source's own.
+        Raises EngineError, EnvError, PayloadError: the episode fails with it unless the environment handles it.
+        """
+        asked = [_plain(message) for message in messages]
+        conversation, prompt = self._place(asked, tools)
+        room = min(max_tokens or self.spec.sampling["max_tokens"], self.spec.sampling["max_tokens"])
+        room = min(room, self.spec.max_model_len - len(prompt))
+        self._length = len(prompt)
+        if room <= 0 or self.exhausted:
+            self.stop_reason = self.limit
+            return self._completion(Message(role="assistant", content=""), "length", len(prompt), 0)
+        ids, self.stop_reason = await self._reply(conversation, asked, prompt, room)
+        message = self._message(ids, tools)
+        if ids:
+            self._record(conversation, [*asked, dict(message)], len(prompt) + len(ids), len(ids))
+        finish = "tool_calls" if message.get("tool_calls") else self.stop_reason
+        return self._completion(message, finish, len(prompt), len(ids))
+
+    def _record(self, conversation: Conversation, messages: list[dict[str, Any]], length: int, sampled: int) -> None:
+        if conversation not in self.conversations:
+            self.conversations.append(conversation)
+        conversation.turns.append((messages, length))
+        self.turns += 1
+        self.num_tokens += sampled
+        self._length = length
+
+    def branches(self, meta: Mapping[str, Any]) -> list[Branch]:
+        """The finished branches in the order they began; `meta` goes into every header."""
+        sampling = self.spec.sampling
+        recorded = {"logprobs_mode": self.spec.logprobs_mode, "temperature": float(sampling.get("temperature", 1.0))}
+        if (
+            "mask" in self.spec.fields
+        ):  # without masks nobody replays the truncation, and it must not look as if one could
+            recorded |= {key: sampling[key] for key in ("top_p", "top_k", "min_p") if key in sampling}
+        return [
+            conversation.builder.branch({**recorded, **meta, "branch": index}, conversation.messages)
+            for index, conversation in enumerate(self.conversations)
+        ]
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """Policy versions at the first and the last generated token; the dispatched version if there is none."""
+        seen = [version for conversation in self.conversations for version in conversation.builder.versions]
+        return (min(seen), max(seen)) if seen else (self.spec.version, self.spec.version)
+
+    # ------------------------------------------------------------------------------------- where a call belongs
+
+    def _place(self, asked: list[dict[str, Any]], tools: Sequence[Any] | None) -> tuple[Conversation, list[int]]:
+        """The conversation a call continues and its prompt ids; a new one where it continues none at its end."""
+        best: tuple[Conversation, int, int] | None = None
+        for conversation in self.conversations:
+            for known, length in conversation.turns:
+                if len(known) < len(asked) and asked[: len(known)] == known and (best is None or len(known) > best[1]):
+                    best = (conversation, len(known), length)
+        if best is None:
+            return Conversation(self._builder()), self._format.prompt(asked, tools)
+        conversation, count, length = best
+        ids = conversation.builder.tokens[:length]
+        prompt = ids + self._format.continuation(ids, asked[count:], tools)
+        if length == len(conversation.builder.tokens):
+            return conversation, prompt
+        return Conversation(self._builder()), prompt
+
+    def _builder(self) -> BranchBuilder:
+        fields, chat = self.spec.fields, self._format
+        if "routing" not in fields:
+            return BranchBuilder(head_k=self.spec.head if "head" in fields else 0, mask="mask" in fields)
+        if chat.num_experts is None:
+            raise EnvError(
+                f"{chat.directory}: routing is to be captured, but config.json names no experts: a dense model"
+            )
+        return BranchBuilder(
+            num_experts=chat.num_experts,
+            layers=range(chat.num_layers),
+            top_k=chat.top_k,
+            head_k=self.spec.head if "head" in fields else 0,
+            mask="mask" in fields,
+        )
+
+    # ------------------------------------------------------------------------------------- what the engine says
+
+    async def _reply(
+        self, conversation: Conversation, asked: list[dict[str, Any]], prompt: list[int], room: int
+    ) -> tuple[list[int], str]:
+        """Sampled ids of one turn and why it ended; an aborted request goes on where it stopped."""
+        ids: list[int] = []
+        for _ in range(MAX_ABORTS):
+            answer = await self._engine.generate(
+                prompt + ids,
+                self._sampling(room - len(ids)),
+                routed_experts_prompt_start=conversation.builder.covered,
+                cache_salt=self.spec.cache_salt,
+            )
+            conversation.builder.add_turn(prompt + ids, Turn.of(answer, self.spec.version))
+            ids += answer.token_ids
+            if answer.finish_reason != "abort" or len(ids) >= room:
+                return ids, "length" if answer.finish_reason in ("abort", "length") else "stop"
+        raise EngineError(f"{self.spec.urls}: a reply was aborted {MAX_ABORTS} times")
+
+    def _sampling(self, max_tokens: int) -> dict[str, Any]:
+        """Engine parameters of the next request; every request of an episode has its own seed."""
+        self._calls += 1
+        digest = hashlib.blake2s(f"{self._seed}/{self._calls}".encode(), digest_size=6).digest()
+        return {
+            **self.spec.sampling,
+            "max_tokens": max_tokens,
+            "seed": int.from_bytes(digest, "little"),
+            "logprobs": self.spec.head if "head" in self.spec.fields else 0,
+            "stop_token_ids": self._format.stop_ids,
+        }
+
+    def _message(self, ids: Sequence[int], tools: Sequence[Any] | None) -> Message:
+        text = self._format.text(ids)
+        if not tools:
+            return Message(role="assistant", content=text)
+        content, calls = parse_tool_calls(text)
+        return Message(role="assistant", content=content, **({"tool_calls": calls} if calls else {}))
+
+    def _completion(self, message: Message, finish: str, prompt: int, sampled: int) -> Completion:
+        usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        return Completion((Choice(message, finish),), usage, self.spec.name)
+
+
+class ScriptedModel(Model):
+    """The model of a supervised warm-up: it replies with what `demonstrate(messages)` says, and captures nothing else."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        chat: ChatFormat,
+        demonstrate: Callable[[list[dict[str, Any]]], str],
+        *,
+        max_turns: int | None = None,
+    ) -> None:
+        super().__init__(replace(spec, fields=(), head=0), chat, _NoEngine(), max_turns=max_turns)
+        self._demonstrate = demonstrate
+
+    async def _reply(
+        self, conversation: Conversation, asked: list[dict[str, Any]], prompt: list[int], room: int
+    ) -> tuple[list[int], str]:
+        ids = self._format.reply_ids(self._demonstrate(asked))[: self.spec.max_model_len - len(prompt)]
+        conversation.builder.add_turn(prompt, Turn(ids, [0.0] * len(ids), [{"version": self.spec.version}]))
+        return ids, "stop"
+
+
+class _NoEngine:
+    async def generate(self, *args: Any, **kwargs: Any) -> Generation:
+        raise AssertionError("a scripted model asks no engine")
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as a plain dict without absent values, so that what was recorded and what is asked compare equal."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise EnvError(f"a message is a mapping with a role and a content, not {message!r}")
+    return {str(key): value for key, value in message.items() if value is not None}

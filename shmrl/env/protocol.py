@@ -1,0 +1,126 @@
+"""The native protocol of an env server, as both ends see it: frames, errors, episodes on the wire.
+
+ZMQ, client -> server [request id, method, msgpack map], server -> client [request id, msgpack map]. The first message of
+a connection is `hello {token}`. Every request gets exactly one reply, a cancelled one too. A reply has `success`, and `error
+{type, message, chain}` where it failed. Never an array: samples travel as references (`shmrl.payload.wireform`).
+
+    health {wait}             facts of the pool (see server.py); wait=True: once a worker is ready
+    info {}                   name, env_id, split, arena, node, fields, demonstrates, max_concurrent, workers
+    tasks {split, start, n}   tasks: [[id, data, seed], ...], fewer than n only at the end of the set
+    run_rollout {task, model, group_id, seed, keep, tag}    one episode; keep = train | eval | warmup
+    run_group {task, model, group_id, seeds, keep, tag}     one episode per seed, scored together; tags are tag/0, tag/1, ...
+    cancel {request_id, tag}  cancelled: whether it was still running; blocks of an unclaimed reply are freed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shmrl import errors
+from shmrl.errors import EnvError, ProtocolError
+from shmrl.payload.wireform import sample_from_wire, sample_to_wire
+from shmrl.types import EpisodeResult, ErrorInfo, Task
+from shmrl.wire import pack, unpack
+
+METHODS = ("hello", "health", "info", "tasks", "run_rollout", "run_group", "cancel")
+KEEPS = ("train", "eval", "warmup")
+_EPISODE = ("task_id", "reward", "rewards", "metrics", "stop_reason", "num_turns", "num_tokens", "version_start", "version_end")  # fmt: skip
+
+
+def parse_request(frames: Sequence[bytes]) -> tuple[bytes, str, dict[str, Any]]:
+    """(request id, method, payload) of a client's frames; ProtocolError says what is not the protocol."""
+    if len(frames) != 3:
+        raise ProtocolError(f"{len(frames)} frames; a request is [request id, method, payload]")
+    method = frames[1].decode("utf-8", "replace")
+    if method not in METHODS:
+        raise ProtocolError(f"unknown method {method[:64]!r}; there are {', '.join(METHODS)}")
+    payload = unpack(frames[2])
+    if not isinstance(payload, dict) or not all(isinstance(key, str) for key in payload):
+        raise ProtocolError(f"{method}: the payload is a {type(payload).__name__}, not a map with text keys")
+    return frames[0], method, payload
+
+
+def expect(payload: Mapping[str, Any], method: str, **types: type | tuple[type, ...]) -> None:
+    """ProtocolError for keys of a request that are missing or of another type."""
+    for key, kind in types.items():
+        if key not in payload:
+            raise ProtocolError(f"{method}: {key} is missing")
+        if not isinstance(payload[key], kind):
+            raise ProtocolError(f"{method}: {key} is a {type(payload[key]).__name__}: {payload[key]!r}"[:300])
+
+
+def error_reply(error: BaseException | ErrorInfo) -> bytes:
+    """The reply of a request that failed."""
+    info = error if isinstance(error, ErrorInfo) else ErrorInfo.of(error)
+    return pack({"success": False, "error": _info_to_wire(info)})
+
+
+def raise_error(reply: Mapping[str, Any]) -> None:
+    """Raise a failed reply's error as its own type where it is one of ours, else as EnvError."""
+    info = _info_from_wire(reply.get("error"))
+    kind = getattr(errors, info.type, None)
+    raise (kind if isinstance(kind, type) and issubclass(kind, EnvError) else EnvError)(info.message)
+
+
+# ------------------------------------------------------------------------------------------------- tasks, episodes
+
+
+def task_to_wire(task: Task) -> list[Any]:
+    """Example: ["train-17", {"text": "olleh"}, 17]"""
+    return [task.id, task.data, task.seed]
+
+
+def task_from_wire(raw: Any) -> Task:
+    """The task of a list or of a map {id, data, seed}; ProtocolError otherwise."""
+    values = [raw.get(key) for key in ("id", "data", "seed")] if isinstance(raw, Mapping) else raw
+    if not isinstance(values, list) or [type(value) for value in values] != [str, dict, int]:
+        raise ProtocolError(f"task: expected an id, a map and a seed: {raw!r}"[:300])
+    return Task(*values)
+
+
+def episode_to_wire(result: EpisodeResult) -> dict[str, Any]:
+    """The reply of one episode; its size does not depend on the number of tokens."""
+    if not result.success:
+        assert result.error is not None
+        return {"success": False, "error": _info_to_wire(result.error), "episode": {"task_id": result.task_id}}
+    episode = {key: value for key in _EPISODE if (value := getattr(result, key)) or key == "reward"}
+    reply: dict[str, Any] = {"success": True, "episode": episode}
+    if result.samples:
+        node = result.samples[0].segments[0][0].node
+        branches = [sample_to_wire(sample) for sample in result.samples]
+        reply["info"] = {"shmrl_payload": {"node": node, "branches": branches}}
+    if result.messages is not None:
+        reply["messages"] = list(result.messages)
+    return reply
+
+
+def episode_from_wire(reply: Mapping[str, Any], wire_bytes: int) -> EpisodeResult:
+    """The result in a reply; a failed one is a result too, with `error`."""
+    episode = {key: value for key, value in reply.get("episode", {}).items() if key in _EPISODE}
+    episode.setdefault("task_id", "")
+    if not reply.get("success"):
+        return EpisodeResult(
+            False, episode["task_id"], error=_info_from_wire(reply.get("error")), wire_bytes=wire_bytes
+        )
+    branches = reply.get("info", {}).get("shmrl_payload", {}).get("branches", [])
+    messages = reply.get("messages")
+    return EpisodeResult(
+        success=True,
+        samples=tuple(sample_from_wire(branch) for branch in branches),
+        messages=None if messages is None else tuple(messages),
+        wire_bytes=wire_bytes,
+        **episode,
+    )
+
+
+def _info_to_wire(info: ErrorInfo) -> dict[str, Any]:
+    """Messages come from anywhere: what cannot be encoded is replaced, so that an error can always be told."""
+    texts = [text.encode("utf-8", "replace").decode() for text in (info.type, info.message, *info.chain)]
+    return {"type": texts[0], "message": texts[1], "chain": texts[2:]}
+
+
+def _info_from_wire(raw: Any) -> ErrorInfo:
+    if not isinstance(raw, Mapping):
+        return ErrorInfo("ProtocolError", f"a failed reply without an error: {raw!r}")
+    return ErrorInfo(str(raw.get("type")), str(raw.get("message")), tuple(map(str, raw.get("chain") or ())))

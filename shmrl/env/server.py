@@ -1,0 +1,312 @@
+"""`shmrl env-server`: one environment behind one address. This process routes; its workers (`pool.py`) run the environment.
+
+A ROUTER socket takes requests (`protocol.py`) of any number of clients, each of which says hello with the run's token first.
+Request payloads are decoded once, to check them and to know their tag; replies pass through as bytes. Without
+`arena.address` in its configuration the server makes an arena of its own and removes it at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import psutil
+import zmq
+import zmq.asyncio
+
+from shmrl.arena import Arena
+from shmrl.config import ArenaConfig, EnvServerConfig, ServeConfig
+from shmrl.config.tree import EnvSpec
+from shmrl.env.pool import Pool, Request
+from shmrl.env.protocol import error_reply, expect, parse_request
+from shmrl.errors import ProtocolError, RunError, ServerDied
+from shmrl.node.host import capacity_bytes, read_token
+from shmrl.node.ports import port_in_use
+from shmrl.wire import pack
+
+log = logging.getLogger(__name__)
+FIELDS = ("routing", "head", "mask")
+DEATH_PIPE = "SHMRL_DEATH_PIPE"
+"""Environment variable with a descriptor at whose end the server stops: how a sidecar follows its parent."""
+LINGER_MS = 2000
+"""How long replies may still travel after the server has stopped."""
+
+
+class EnvServer:
+    """Serves one environment until `close`, or until it cannot.
+
+    Args:
+        env_id, env_args: which environment, as in `env.id` and `env.args`.
+        address: tcp://host:port or ipc://path; port 0 takes a free one, and `self.address` says which after `bind`.
+        config: everything else (workers, split, arena, limits); its own env and address are not used.
+
+    Example:
+        server = EnvServer("reverse-text", {"seed": 1}, "tcp://127.0.0.1:0")
+        running = asyncio.create_task(server.run()); ...; await server.close(); await running
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        env_args: dict[str, Any] | None = None,
+        address: str = "tcp://127.0.0.1:0",
+        *,
+        config: EnvServerConfig | None = None,
+    ) -> None:
+        spec = EnvSpec(id=env_id, args=env_args or {}, max_turns=config.env.max_turns if config else None)
+        self.config = (config or EnvServerConfig(env=spec, serve=ServeConfig())).model_copy(update={"env": spec})
+        self.address = address
+        self.bound = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._context = zmq.asyncio.Context()
+        self._clients: set[bytes] = set()
+        self._requests: dict[tuple[bytes, bytes], Request] = {}
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._lag_ms = 0.0
+
+    async def run(self) -> None:
+        """Serve. Returns after `close`; raises PortInUse, TasksetError, WorkerDied (restart budget exhausted)."""
+        socket = self._bind()
+        arena, own = None, False
+        try:
+            arena, own = self._open_arena(self.config.arena)
+            await self._serve(socket, arena)
+        finally:
+            socket.close(linger=LINGER_MS)
+            self._context.destroy(linger=LINGER_MS)
+            if arena is not None:
+                arena.close()
+                if own:
+                    arena.unlink()
+            self._stopped.set()
+
+    async def close(self) -> None:
+        """Stop serving and wait until nothing of the server is left."""
+        self._stop.set()
+        if self.bound.is_set():
+            await self._stopped.wait()
+
+    # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    def _bind(self) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.set(zmq.ROUTER_MANDATORY, 1)  # a client that is gone is an error, not silence
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.RCVHWM, 0)
+        try:
+            socket.bind(self.address)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            self._context.term()
+            self._stopped.set()
+            port = self.address.rpartition(":")[2]
+            if error.errno == zmq.EADDRINUSE and port.isdigit():
+                raise port_in_use(int(port), f"env server {self.config.name}") from None
+            raise RunError(f"env server {self.config.name}: cannot bind {self.address}: {error}") from None
+        self.address = socket.get(zmq.LAST_ENDPOINT).decode()
+        return socket
+
+    def _open_arena(self, config: ArenaConfig) -> tuple[Arena, bool]:
+        if config.address is not None:
+            return Arena.attach(config.address), False
+        return Arena.create(capacity=capacity_bytes(config), run_id=self.config.name), True
+
+    async def _serve(self, socket: zmq.asyncio.Socket, arena: Arena) -> None:
+        config = self.config
+        self._socket, self._arena, self._token = socket, arena, read_token(config.arena)
+        self._pool = Pool(
+            self._settings(arena.address),
+            config.serve.pool.workers,
+            max_concurrent=config.serve.max_concurrent,
+            restart_budget=config.serve.restart_budget,
+            hang_s=config.serve.request_timeout_s,
+            arena=arena,
+        )
+        self._pool.start()
+        self.bound.set()
+        log.info("Serving %s (up to %d concurrent sessions)", self.address, config.serve.max_concurrent)
+        receiving = asyncio.create_task(self._receive())
+        beating = asyncio.create_task(self._beat())
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([stopping, self._pool.failed, receiving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            beating.cancel()
+            await self._pool.close()
+            while self._handlers:  # their replies are there; they only have to be handed to the socket
+                await asyncio.wait(self._handlers)
+            receiving.cancel()
+            await asyncio.gather(stopping, beating, receiving, return_exceptions=True)
+        if self._pool.failed.done():
+            self._pool.failed.result()
+
+    def _settings(self, arena_address: str) -> dict[str, Any]:
+        config = self.config
+        return {
+            "name": config.name,
+            "env_id": config.env.id,
+            "env_args": config.env.args,
+            "max_turns": config.env.max_turns,
+            "split": config.split,
+            "arena": arena_address,
+            "timeout_s": config.arena.timeout_s,
+            "on_full": config.arena.on_full,
+            "log_level": config.log.level,
+            "log_json": config.log.json_lines,
+        }
+
+    async def _beat(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.5)
+            self._lag_ms = 1000 * max(0.0, time.monotonic() - before - 0.5)
+
+    # -------------------------------------------------------------------------------------------------------- requests
+
+    async def _receive(self) -> None:
+        while True:
+            await self._socket.poll()
+            identity, *frames = await self._socket.recv_multipart()
+            handler = asyncio.create_task(self._handle(identity, frames))
+            self._handlers.add(handler)
+            handler.add_done_callback(self._handlers.discard)
+
+    async def _handle(self, identity: bytes, frames: list[bytes]) -> None:
+        """One request, one reply; whatever a client sends, the next request works."""
+        number = frames[0] if frames else b""
+        tag = ""
+        try:
+            number, method, payload = parse_request(frames)
+            if method != "hello" and identity not in self._clients:
+                raise ProtocolError(f"{method}: say hello with the run's token first")
+            tag = str(payload.get("tag", "")) if method in ("run_rollout", "run_group") else ""
+            reply = await self._reply(identity, number, method, payload, frames[2])
+        except Exception as error:
+            reply = error_reply(error)
+        if not await self._send(identity, number, reply) and tag:
+            log.warning("the client of %s is gone: its episode is dropped", tag)
+            self._arena.discard(tag)
+
+    async def _reply(self, identity: bytes, number: bytes, method: str, payload: dict[str, Any], raw: bytes) -> bytes:
+        if method == "hello":
+            return self._hello(identity, payload)
+        if method == "health":
+            return await self._health(payload)
+        if method == "info":
+            await self._ready()
+            return pack({"success": True, **self._info()})
+        if method == "cancel":
+            return self._cancel(identity, payload)
+        if method != "tasks":
+            expect(payload, method, tag=str)
+        return await self._run(identity, number, method, payload, raw)
+
+    def _hello(self, identity: bytes, payload: dict[str, Any]) -> bytes:
+        given = payload.get("token")
+        if self._token is not None and not hmac.compare_digest(str(given).encode(), self._token.encode()):
+            log.warning("a client with a wrong token was refused")
+            raise ProtocolError("hello: wrong token (it is in the file named by arena.token_file, or in SHMRL_TOKEN)")
+        self._clients.add(identity)
+        return pack({"success": True})
+
+    async def _run(self, identity: bytes, number: bytes, method: str, payload: dict[str, Any], raw: bytes) -> bytes:
+        request = self._pool.submit(method, raw, payload.get("tag", ""))
+        self._requests[identity, number] = request
+        try:
+            return await request.reply
+        finally:
+            del self._requests[identity, number]
+
+    def _cancel(self, identity: bytes, payload: dict[str, Any]) -> bytes:
+        """Idempotent. A request whose reply is on its way is claimed by nobody any more: its blocks are freed."""
+        expect(payload, "cancel", request_id=bytes)
+        request = self._requests.get((identity, payload["request_id"]))
+        cancelled = request is not None and self._pool.cancel(request)
+        if request is None and payload.get("tag"):
+            self._arena.discard(str(payload["tag"]))
+        return pack({"success": True, "cancelled": cancelled})
+
+    async def _send(self, identity: bytes, number: bytes, reply: bytes) -> bool:
+        """False when the client is gone."""
+        try:
+            await self._socket.send_multipart([identity, number, reply])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._clients.discard(identity)
+            return False
+        return True
+
+    # ----------------------------------------------------------------------------------------------------------- facts
+
+    async def _ready(self) -> None:
+        """Wait for the first worker that has loaded its environment; raises what keeps it from doing so."""
+        ready = asyncio.create_task(self._pool.ready.wait())
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([ready, stop, self._pool.failed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+            stop.cancel()
+        if self._pool.failed.done():
+            self._pool.failed.result()
+        if not self._pool.ready.is_set():
+            raise ServerDied("the env server is shutting down")
+
+    async def _health(self, payload: dict[str, Any]) -> bytes:
+        if payload.get("wait"):
+            await self._ready()
+        facts = self._pool.health()
+        facts["rss_bytes"] += psutil.Process().memory_info().rss
+        stats = self._arena.stats()
+        arena = {key: stats[key] for key in ("blocks", "used_bytes", "capacity_bytes")}
+        return pack({"success": True, "alive": True, "loop_lag_ms": self._lag_ms, "arena": arena, **facts})
+
+    def _info(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "name": config.name,
+            "env_id": config.env.id,
+            "split": config.split,
+            "arena": self._arena.address,
+            "node": None,
+            "fields": list(FIELDS),
+            "demonstrates": bool(self._pool.facts.get("demonstrates")),
+            "max_concurrent": config.serve.max_concurrent,
+            "workers": config.serve.pool.workers,
+        }
+
+
+async def serve(config: EnvServerConfig) -> int:
+    """Run a configured server until SIGTERM, SIGINT or the end of the death pipe; the number of the signal, or 0."""
+    assert config.serve.address is not None
+    server = EnvServer(config.env.id, config.env.args, config.serve.address, config=config)
+    received: list[int] = []
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        received.append(number)
+        server._stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    pipe = os.environ.get(DEATH_PIPE)
+    if pipe is not None:
+        loop.add_reader(int(pipe), lambda: (loop.remove_reader(int(pipe)), server._stop.set()))
+    await server.run()
+    return received[0] if received else 0
+
+
+def main(config: EnvServerConfig) -> None:
+    """What `shmrl env-server` runs. Exits with 128 + the signal that stopped it; its errors leave as they are."""
+    number = asyncio.run(serve(config))
+    if number:
+        sys.exit(128 + number)

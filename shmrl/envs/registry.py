@@ -1,0 +1,91 @@
+"""Environments by name: a bundled name, or `module:attribute` (a class, or a factory, called with `env.args`).
+
+`find` is asked by the launcher before anything starts and imports no environment; `load` runs in the env worker.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shmrl.env.interface import Environment, SessionRollout
+from shmrl.errors import ConfigError
+
+BUNDLED = {
+    "reverse-text": "shmrl.envs.reverse_text:ReverseText",
+    "alphabet-sort": "shmrl.envs.alphabet_sort:AlphabetSort",
+    "guess-number": "shmrl.envs.guess_number:GuessNumber",
+}
+
+
+def find(env_id: str) -> str | None:
+    """What is wrong with an env id, as one sentence, or None. Looks for files only; imports nothing of the environment."""
+    module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
+    if not attribute:
+        close = difflib.get_close_matches(env_id, BUNDLED, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"bundled are {', '.join(BUNDLED)}"
+        return f"env id {env_id!r} is neither a bundled name nor module:attribute; {hint}"
+    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+        return f"env id {env_id!r} is not module:attribute"
+    if _module_file(module) is None:
+        return f"env id {env_id!r}: there is no module {module!r} on the Python path or in {os.getcwd()}"
+    return None
+
+
+def _module_file(module: str) -> Path | None:
+    """The file a module would be loaded from, by path alone: a package's own __init__ must not run in the launcher."""
+    relative = Path(*module.split("."))
+    for root in ("", *sys.path):
+        for candidate in (relative.with_suffix(".py"), relative / "__init__.py", relative):
+            path = Path(root or os.curdir) / candidate
+            if path.is_file() or (candidate == relative and path.is_dir()):
+                return path
+    spec = importlib.util.find_spec(module) if "." not in module else None
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def load(env_id: str, args: Mapping[str, Any]) -> Environment:
+    """The environment, imported and constructed; session environments come wrapped as rollouts.
+
+    Raises ConfigError where the id does not resolve or the object is no environment, and whatever its own code raises.
+    """
+    problem = find(env_id)
+    if problem is not None:
+        raise ConfigError(problem)
+    module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    target: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        target = getattr(target, part, None)
+    if not callable(target):
+        raise ConfigError(f"env id {env_id!r}: {module} has no callable {attribute!r}")
+    return _as_rollout(env_id, target, dict(args))
+
+
+def _as_rollout(env_id: str, target: Any, args: dict[str, Any]) -> Environment:
+    _check_args(env_id, target, args)
+    built = target(**args)
+    if hasattr(built, "rollout") and hasattr(built, "tasks"):
+        return built  # type: ignore[no-any-return]
+    if hasattr(built, "reset") and hasattr(built, "step"):
+        return SessionRollout(lambda: target(**args), seed=int(args.get("seed", 0)))
+    raise ConfigError(
+        f"env id {env_id!r}: {type(built).__name__} is no environment: it needs tasks and rollout, or reset and step"
+    )
+
+
+def _check_args(env_id: str, target: Any, args: dict[str, Any]) -> None:
+    """Unknown or missing arguments as a configuration error, before the constructor turns them into a TypeError."""
+    try:
+        inspect.signature(target).bind(**args)
+    except TypeError as error:
+        raise ConfigError(f"env id {env_id!r}: env.args: {error}") from None
+    except ValueError:  # a callable without a signature: its own error will have to do
+        return

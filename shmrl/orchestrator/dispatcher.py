@@ -1,0 +1,230 @@
+"""The dispatcher: which episode starts next, and when not to start one.
+
+One background task of the orchestrator. An episode needs a permit; groups under way are continued before a fresh one
+starts (their shared prompt is warm in the engine's cache); a fresh group's source is drawn by ratio from a generator
+seeded by (run seed, group number), so that the number of groups started is all a resumed run has to know.
+
+The staleness gate: a fresh group will be trained in step `target` = the step being collected plus the batches that are
+already buffered or under way. Its lag there is at least (target - 1) - served, so it starts only while that is within
+max_off_policy_steps. With 0 this is strictly synchronous: nothing of batch n starts before version n-1 serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmrl.config import RunTree, TrainSource
+from shmrl.orchestrator.episodes import Ask, Episodes, Outcome
+from shmrl.orchestrator.sinks import Group, TrainSink
+from shmrl.orchestrator.sources import Source
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Running:
+    """A group under way: how many of its episodes have started, and the tasks that run now, with their version."""
+
+    group: Group
+    started: int = 0
+    tasks: dict[asyncio.Task[None], int] = field(default_factory=dict)
+    failed: int = 0
+
+    @property
+    def wanted(self) -> int:
+        """Episodes that can still be trained."""
+        return self.group.size - self.failed
+
+
+class Dispatcher:
+    """Keeps episodes of the train sources under way and hands finished groups to the sink.
+
+    `attempt` is a short id of this process's life; it keeps group ids of attempts apart. `on_group` is called after
+    every group that left (finished or dropped), and when `failure` is set: something that ends the run.
+    """
+
+    def __init__(
+        self,
+        tree: RunTree,
+        sources: Sequence[Source],
+        episodes: Episodes,
+        sink: TrainSink,
+        attempt: str,
+        on_group: Callable[[], None],
+    ) -> None:
+        self.step = 1  # the step whose batch is being collected
+        self.served = 0  # the version the engines serve
+        self.groups = 0  # groups started since step 1, over all attempts
+        self.failure: BaseException | None = None
+        self._tree, self._sources, self._episodes, self._sink = tree, list(sources), episodes, sink
+        self._attempt, self._on_group = attempt, on_group
+        self._ratios = [source.config.ratio for source in sources if isinstance(source.config, TrainSource)]
+        self._running: list[Running] = []
+        self._unfinished: deque[Running] = deque()  # groups with episodes still to start
+        self._paused = False
+        self._woken = asyncio.Event()
+
+    # --- state of a checkpoint -----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Sampler positions, for the checkpoint's orchestrator.json; O(1). Groups under way count as done."""
+        return {"groups": self.groups, "positions": {source.name: source.position for source in self._sources}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state()` was taken; a source that was not there then starts at its beginning."""
+        self.groups = int(state["groups"])
+        for source in self._sources:
+            source.position = int(state["positions"].get(source.name, 0))
+
+    # --- what the loop tells -------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something the gate looks at has changed."""
+        self._woken.set()
+
+    def collecting(self, step: int) -> None:
+        """The batch of `step` is being collected now: give up running episodes that would be stale in it."""
+        self.step = step
+        oldest = step - 1 - self._tree.orchestrator.max_off_policy_steps
+        for running in list(self._running):
+            self._lose(running, [task for task, version in running.tasks.items() if version < oldest], "stale")
+        self.wake()
+
+    def serving(self, version: int) -> None:
+        """The engines serve `version`."""
+        self.served = version
+        self.wake()
+
+    def pause(self) -> None:
+        """Start nothing until `resume` (an evaluation is running)."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self.wake()
+
+    async def stop(self) -> None:
+        """Cancel what is under way and release what came back of unfinished groups."""
+        self._paused = True
+        tasks = [task for running in self._running for task in running.tasks]
+        for running in list(self._running):
+            self._drop(running)
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # --- the gate and the choice ---------------------------------------------------------------------------------
+
+    def _open_gate(self) -> bool:
+        """True while a fresh group could still be trained within the allowed lag, and is wanted at all."""
+        config, sink = self._tree.orchestrator, self._sink
+        ahead = sink.pending + sink.weight(sum(running.wanted for running in self._running))
+        target = self.step + int(ahead // sink.batch)
+        lag = target - 1 - self.served
+        return not self._paused and target <= self._tree.run.max_steps and lag <= config.max_off_policy_steps
+
+    async def _next(self) -> Running | None:
+        """A group under way with episodes to start, else a fresh one if the gate is open."""
+        if self._paused:
+            return None
+        if self._unfinished:
+            return self._unfinished[0]
+        return await self._fresh() if self._open_gate() else None
+
+    async def _fresh(self) -> Running:
+        number = self.groups
+        draw = random.Random(f"{self._tree.run.seed}/{number}")
+        source = draw.choices(self._sources, self._ratios)[0]
+        task = await source.next_task()
+        self.groups += 1
+        running = Running(Group(source, f"{self._attempt}-{number}", number, task, source.group_size))
+        self._running.append(running)
+        self._unfinished.append(running)
+        return running
+
+    # --- running -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Start episodes for ever; cancelled by the loop at the end. Raises what a source's task set raised."""
+        while True:
+            await self._episodes.permits.acquire()
+            running = await self._next()
+            if running is None or self._paused:
+                self._episodes.permits.release()
+                await self._woken.wait()
+                self._woken.clear()
+            else:
+                self._start(running)
+
+    def _start(self, running: Running) -> None:
+        index, group = running.started, running.group
+        seed = group.source.seed("train", group.number, index)
+        ask = Ask(group.source, group.task, group.id, index, seed, "train", self.served)
+        task = asyncio.create_task(self._episode(running, ask))
+        task.add_done_callback(self._ended)
+        running.started += 1
+        running.tasks[task] = ask.version
+        if running.started == group.size:
+            self._unfinished.remove(running)
+
+    async def _episode(self, running: Running, ask: Ask) -> None:
+        """One episode of a group. Whoever cancels this task records its outcome."""
+        try:
+            result = await self._episodes.run(ask)
+        finally:
+            self._episodes.permits.release()
+            running.tasks.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+            self.wake()
+        if result.success:
+            running.group.results.append(result)
+        else:
+            running.failed += 1
+        self._settle(running)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """An episode's own failure is data by now; what is raised here ends the run."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.failure = self.failure or error
+            self._on_group()
+
+    def _settle(self, running: Running) -> None:
+        """Hand the group on when its last episode is in, drop it when too few can be compared."""
+        if running not in self._running:
+            return
+        if running.wanted < min(2, running.group.size):
+            log.info(
+                "group %s: %d of %d episodes failed; dropped", running.group.id, running.failed, running.group.size
+            )
+            self._drop(running)
+        elif running.started == running.group.size and not running.tasks:
+            self._running.remove(running)
+            self._sink.add(running.group)
+            self._on_group()
+
+    def _lose(self, running: Running, tasks: Sequence[asyncio.Task[None]], outcome: Outcome) -> None:
+        """Cancel some episodes of a group; it goes on without them if it can."""
+        for task in tasks:
+            del running.tasks[task]
+            task.cancel()
+            running.failed += 1
+            self._episodes.end(outcome)
+        if tasks:
+            self._settle(running)
+
+    def _drop(self, running: Running) -> None:
+        """Give the whole group up: cancel what runs, release what came."""
+        self._running.remove(running)
+        if running in self._unfinished:
+            self._unfinished.remove(running)
+        for task in list(running.tasks):
+            task.cancel()
+            self._episodes.end("cancelled")
+        running.tasks.clear()
+        self._sink.discard(running.group)
+        self._on_group()

@@ -1,0 +1,197 @@
+"""Episodes: one permit each, from the request to one of its outcomes; whatever they leave in the arena has an owner.
+
+Used by the dispatcher (train), the evaluation and the warm-up, in the orchestrator's process. A reply is adopted by the
+ledger the moment it arrives. An episode that is given up - timed out, cancelled, its group dropped - is cancelled at
+its server, which frees what it kept; a reply that was on its way all the same is adopted and released here.
+
+Every dispatched train episode ends in exactly one of OUTCOMES: `failed` and `timed_out` are decided here, the others by
+whoever asked for the episode. Failures are data; only a lost server (ServerDied, TasksetError) is the run's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from shmrl.errors import LostPayload, RunError, ServerDied, TasksetError
+from shmrl.orchestrator.ledger import Ledger
+from shmrl.orchestrator.sources import Source
+from shmrl.types import EpisodeResult, ErrorInfo, Task
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Outcome = Literal["shipped", "filtered", "stale", "failed", "cancelled", "timed_out"]
+OUTCOMES: tuple[Outcome, ...] = ("shipped", "filtered", "stale", "failed", "cancelled", "timed_out")
+FATAL = (ServerDied, TasksetError)
+REPORT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One episode to run: where, on what, at which policy version.
+
+    Example: Ask(source, task, group_id="a3f1-17", index=3, seed=1234, keep="train", version=4)
+    """
+
+    source: Source
+    task: Task
+    group_id: str
+    index: int
+    seed: int
+    keep: str
+    version: int
+
+
+async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
+    """All results in order; at the first error the others are cancelled and it is raised as it is."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Episodes:
+    """Runs episodes under `permits`; `fail_limit` failures in a row, with no success between, end the run."""
+
+    def __init__(self, ledger: Ledger, run_id: str, permits: int, fail_limit: int) -> None:
+        self.permits = asyncio.Semaphore(permits)
+        self.reply_bytes = self.reply_samples = 0  # of train episodes, since the last step's report
+        self.rejected = 0  # episodes whose arrays did not validate
+        self._ledger, self._run_id, self._fail_limit = ledger, run_id, fail_limit
+        self._counts: Counter[Outcome] = Counter()
+        self._failures: Counter[str] = Counter()  # since the last success
+        self._open: dict[str, float] = {}
+        self._late: set[asyncio.Task[EpisodeResult]] = set()
+
+    # --- outcomes ------------------------------------------------------------------------------------------------
+
+    def end(self, outcome: Outcome, count: int = 1) -> None:
+        """Record the one outcome of `count` episodes."""
+        self._counts[outcome] += count
+
+    def take_counts(self) -> dict[Outcome, int]:
+        """Outcomes since the last call, every one of them named."""
+        taken, self._counts = self._counts, Counter()
+        return {outcome: taken[outcome] for outcome in OUTCOMES}
+
+    def open(self) -> list[tuple[str, float]]:
+        """(tag, seconds) of every episode under way, the oldest first."""
+        now = time.monotonic()
+        return sorted(((tag, now - since) for tag, since in self._open.items()), key=lambda item: -item[1])
+
+    # --- one episode ---------------------------------------------------------------------------------------------
+
+    async def run(self, ask: Ask) -> EpisodeResult:
+        """The episode's result, its blocks adopted. A failure is a result with `error`; in training it is counted.
+
+        The caller holds a permit. Cancelling this cancels the episode and counts nothing. Raises FATAL, and RunError
+        when nothing but failures comes back.
+        """
+        tag = f"{self._run_id}/{ask.source.name}/{ask.group_id}/{ask.index}"
+        self._open[tag] = time.monotonic()
+        try:
+            result = await self._result(ask, tag)
+        finally:
+            del self._open[tag]
+        if result.success:
+            self._failures.clear()
+        else:
+            self._count_failure(ask, tag, result)
+        return result
+
+    async def _result(self, ask: Ask, tag: str) -> EpisodeResult:
+        call = ask.source.client.run_rollout(
+            ask.task,
+            model=ask.source.model(ask.version, ask.group_id),
+            group_id=ask.group_id,
+            seed=ask.seed,
+            keep=ask.keep,
+            tag=tag,
+        )
+        request = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({request}, timeout=ask.source.timeout_s)
+        except asyncio.CancelledError:
+            self._abandon(request, tag)
+            raise
+        if not request.done():
+            self._abandon(request, tag)
+            error = ErrorInfo("TimeoutError", f"no reply within {ask.source.timeout_s:g} s")
+            return EpisodeResult(success=False, task_id=ask.task.id, error=error)
+        try:
+            return self._received(ask, request.result(), tag)
+        except FATAL:
+            raise
+        except asyncio.CancelledError as error:  # the client gave the request up by itself
+            return EpisodeResult(success=False, task_id=ask.task.id, error=ErrorInfo.of(error))
+        except Exception as error:
+            return EpisodeResult(success=False, task_id=ask.task.id, error=ErrorInfo.of(error))
+
+    def _received(self, ask: Ask, result: EpisodeResult, tag: str) -> EpisodeResult:
+        """Adopt what came; a success whose reward is no number is a failure, like one whose block is gone."""
+        self._ledger.adopt(result.samples, tag)
+        if ask.keep == "train":
+            self.reply_bytes += result.wire_bytes
+            self.reply_samples += len(result.samples)
+        if result.success and math.isfinite(result.reward):
+            return result
+        self._ledger.release(result.samples)
+        error = result.error or ErrorInfo("RewardError", f"the reward is {result.reward}")
+        return EpisodeResult(success=False, task_id=result.task_id, error=error)
+
+    def _count_failure(self, ask: Ask, tag: str, result: EpisodeResult) -> None:
+        error = result.error or ErrorInfo("UnknownError", "the server gave no reason")
+        if ask.keep == "train":
+            self.end("timed_out" if error.type == "TimeoutError" else "failed")
+        self.rejected += error.type == "PayloadError"
+        self._failures[f"{error.type}: {error.message}"] += 1
+        log.warning("%s failed: %s: %s", tag, error.type, error.message)
+        total = self._failures.total()
+        if total >= self._fail_limit:
+            text, count = self._failures.most_common(1)[0]
+            raise RunError(
+                f"{total} episodes in a row failed (three batches of nothing else); {count} of them with {text}"
+            )
+
+    # --- given up ------------------------------------------------------------------------------------------------
+
+    def _abandon(self, request: asyncio.Task[EpisodeResult], tag: str) -> None:
+        request.cancel()
+        self._late.add(request)
+        request.add_done_callback(lambda done: self._returned_late(done, tag))
+
+    def _returned_late(self, request: asyncio.Task[EpisodeResult], tag: str) -> None:
+        self._late.discard(request)
+        if request.cancelled() or request.exception() is not None:
+            return  # the server frees what it kept
+        try:
+            self._ledger.adopt(request.result().samples, tag)
+        except LostPayload:
+            return
+        self._ledger.release(request.result().samples)
+        log.info("%s returned after it was given up; released", tag)
+
+    async def watch(self) -> None:
+        """Every 30 s, say which episodes have been open for longer than that."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            slow = [f"{tag} for {seconds:.0f} s" for tag, seconds in self.open() if seconds > REPORT_S]
+            if slow:
+                log.warning(
+                    "%d episodes are open for over %.0f s, the oldest: %s", len(slow), REPORT_S, ", ".join(slow[:5])
+                )
+
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """Wait for the replies of abandoned episodes, so that none of their blocks is missed."""
+        if self._late:
+            await asyncio.wait(set(self._late), timeout=timeout_s)

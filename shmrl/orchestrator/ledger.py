@@ -1,0 +1,142 @@
+"""The ledger: which arena blocks this run's orchestrator holds, for which episode, and who still needs them.
+
+Lives in the orchestrator's process; the only code there that adopts, ships, frees or finishes blocks. A block enters
+when its episode's reply arrives (`adopt`) and leaves on exactly one way: `release` (filtered, stale, pruned, evaluated,
+returned too late, shutdown) or `report` (the step that used it is durable). A block that several samples share - a
+common prefix - is counted: it is shipped in every step that uses it and leaves with its last sample.
+
+Readers of a shipped block are the ranks whose micro batches contain it plus the ledger itself, whose reader index is
+the number of ranks: nothing retires before the step's effects are published.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shmrl.errors import AlreadyFreed, ArenaError, LostPayload, StaleHandle
+from shmrl.types import Handle, MicroBatch, Sample
+
+if TYPE_CHECKING:
+    from shmrl.arena import Arena
+
+
+@dataclass(slots=True)
+class Hold:
+    """One block: whose it is, how many samples still wait for it, and the step it is shipped in (None: not shipped).
+
+    Example: Hold(tag="run/reverse-text/g17/3", samples=2, step=None)
+    """
+
+    tag: str
+    samples: int = 0
+    step: int | None = None
+
+
+class Ledger:
+    """Every hold of the run. `num_ranks` is the number of trainer ranks, and the ledger's own reader index."""
+
+    def __init__(self, arena: Arena, num_ranks: int) -> None:
+        self._arena = arena
+        self._num_ranks = num_ranks
+        self._holds: dict[Handle, Hold] = {}
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def open(self) -> dict[Handle, Hold]:
+        """Every hold, for reports."""
+        return dict(self._holds)
+
+    def adopt(self, samples: Sequence[Sample], tag: str) -> None:
+        """Become the owner of an episode's blocks. LostPayload if one is gone; the episode's others are then freed."""
+        counts = Counter(handle for sample in samples for handle in sample.handles)
+        taken: list[Handle] = []
+        for handle in counts:
+            try:
+                self._arena.adopt([handle])
+            except ArenaError as error:
+                self._free(taken)
+                self._free_rest(counts, handle)
+                raise LostPayload(f"{tag}: block {handle!r} could not be adopted: {error}") from error
+            taken.append(handle)
+        for handle, count in counts.items():
+            self._holds.setdefault(handle, Hold(tag)).samples += count
+
+    def _free_rest(self, counts: Iterable[Handle], lost: Handle) -> None:
+        """Adopt and free what a half-lost episode still has, so that its siblings do not outlive it."""
+        handles = list(counts)
+        for handle in handles[handles.index(lost) + 1 :]:
+            try:
+                self._arena.adopt([handle])
+            except ArenaError:
+                continue
+            self._free([handle])
+
+    def release(self, samples: Iterable[Sample]) -> None:
+        """These samples will not be trained: free each block that no other sample waits for and no step reads."""
+        unused = []
+        for sample in samples:
+            for handle in sample.handles:
+                hold = self._holds[handle]
+                hold.samples -= 1
+                if not hold.samples and hold.step is None:
+                    del self._holds[handle]
+                    unused.append(handle)
+        self._free(unused)
+
+    def cut(self, sample: Sample, n: int) -> Sample:
+        """The sample's first n tokens; blocks that only the rest referred to are given back."""
+        shorter = sample.truncated(n)
+        kept = set(shorter.handles)
+        gone = tuple(segment for segment in sample.segments if segment[0] not in kept)
+        if gone:
+            self.release([Sample(segments=gone, T=0, S=0, R=0)])
+        return shorter
+
+    def ship(self, ranks: Sequence[Sequence[MicroBatch]], step: int) -> None:
+        """Arm the done sets of everything the ranks' micro batches contain, before their messages are sent."""
+        readers: Counter[Handle] = Counter()
+        for micro_batches in ranks:
+            readers.update({handle for micro in micro_batches for handle in micro.handles})
+            for micro in micro_batches:
+                for sample in micro.samples:
+                    for handle in sample.handles:
+                        self._holds[handle].samples -= 1
+        by_count: dict[int, list[Handle]] = defaultdict(list)
+        for handle, count in readers.items():
+            self._holds[handle].step = step
+            by_count[count].append(handle)
+        for count, handles in by_count.items():
+            self._arena.ship(handles, readers=count + 1, step=step)
+
+    def report(self, step: int) -> None:
+        """The step is durable: be its last reader. Blocks that later samples share stay held, unshipped."""
+        finished = []
+        for handle, hold in list(self._holds.items()):
+            if hold.step != step:
+                continue
+            if hold.samples:
+                hold.step = None
+            else:
+                finished.append(handle)
+                del self._holds[handle]
+        if finished:
+            self._arena.done(finished, reader=self._num_ranks)
+
+    def close(self) -> dict[Handle, Hold]:
+        """Free whatever is left and say what it was; empty after a normal end."""
+        left, self._holds = self._holds, {}
+        self._free(list(left))
+        return left
+
+    def _free(self, handles: Sequence[Handle]) -> None:
+        """Free as the owner. A block that is gone already (discarded by an operator, its ttl over) is no error here."""
+        if not handles:
+            return
+        try:
+            self._arena.free(handles)
+        except (AlreadyFreed, StaleHandle):
+            pass

@@ -1,0 +1,339 @@
+"""The orchestrator's process, from connecting to the last checkpoint: `main(tree, resume)` is the role's entry point.
+
+Order: bind for the ranks, attach the arena, reach every env server, the engines and the ranks in parallel; warm up;
+`begin` (the ranks publish the version to start from, the engines take it up); then steps. While the ranks train step
+n - `_train`, a task - the batch of step n + 1 is collected as far as the staleness gate allows. An evaluation runs
+between a step's publication and its report line, with nothing else changing the weights.
+
+Nothing is spawned here. The first SIGINT or SIGTERM drains: the step being trained is finished, everything else
+released, the ranks told to checkpoint; the second stops at once. 0 is returned only if all steps are done, the ledger
+is empty and the arena holds no block of this run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from shmrl.arena import Arena
+from shmrl.config import RunTree
+from shmrl.env.client import EnvClient
+from shmrl.errors import RunError
+from shmrl.inference.client import EngineClient
+from shmrl.monitor.metrics import LoopLag
+from shmrl.node.host import read_token
+from shmrl.orchestrator.dispatcher import Dispatcher
+from shmrl.orchestrator.episodes import Ask, Episodes, together
+from shmrl.orchestrator.ledger import Ledger
+from shmrl.orchestrator.link import TrainerLink
+from shmrl.orchestrator.report import StepReport
+from shmrl.orchestrator.sinks import Batch, EvalSink, TrainSink
+from shmrl.orchestrator.sources import Source
+from shmrl.payload import micro_batch_to_wire, pack
+from shmrl.types import MicroBatch, Sample
+
+log = logging.getLogger(__name__)
+
+FAILED_BATCHES = 3
+SETTLE_S = 10.0
+
+
+def main(tree: RunTree, resume: bool = False) -> int:
+    """Run the orchestrator; 0, or 130 / 143 after a drain. Raises ShmrlError when the run cannot go on."""
+    return asyncio.run(_run(tree, resume))
+
+
+async def _run(tree: RunTree, resume: bool) -> int:
+    orchestrator = Orchestrator(tree, resume)
+    orchestrator.catch_signals()
+    try:
+        await orchestrator.run()
+    except asyncio.CancelledError:
+        if orchestrator.signal is None:
+            raise
+    finally:
+        await orchestrator.close()
+    if orchestrator.signal is not None:
+        return 128 + orchestrator.signal
+    return 0
+
+
+class Orchestrator:
+    """One run's orchestrator: owns the connections and the order of things; the parts own their rules."""
+
+    def __init__(self, tree: RunTree, resume: bool) -> None:
+        self.tree, self.resumed = tree, resume
+        self.signal: int | None = None
+        self._stepping = self._draining = self._clean = False
+        self._wake = asyncio.Event()  # a group left, the training ended, a signal came
+        self._background: set[asyncio.Task[None]] = set()
+        config = tree.orchestrator
+        attempt = secrets.token_hex(2)
+        self.arena = Arena.attach(self._arena_address())
+        self.ledger = Ledger(self.arena, tree.trainer.ranks)
+        token = read_token(tree.arena)
+        nominal = config.batch_size or config.inflight
+        self.episodes = Episodes(self.ledger, tree.run.name, config.inflight, FAILED_BATCHES * nominal)
+        self.sources = [Source(tree, i, EnvClient(tree.env_address(i), token)) for i in range(len(tree.sources))]
+        train = [source for source in self.sources if source.split == "train"]
+        self.sink = TrainSink(tree, self.ledger, self.episodes)
+        self.dispatcher = Dispatcher(tree, train, self.episodes, self.sink, attempt, self._wake.set)
+        self.evals = [EvalSink(s, self.ledger, self.episodes, attempt) for s in self.sources if s.split == "eval"]
+        self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
+        self.link = TrainerLink(tree.trainer_address, tree.trainer.ranks, token)
+        self.lag = LoopLag()
+        self.report = StepReport(tree, self.arena, self.episodes, self.sources, self.lag)
+        self._attempt = attempt
+
+    def _arena_address(self) -> str:
+        if self.tree.arena.address is None:
+            raise RunError("arena.address is not set: `shmrl run` and `shmrl node` create the arena and write it")
+        return self.tree.arena.address
+
+    # --- the whole -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Everything from connecting to `finish`."""
+        self.arena.discard(self.tree.run.name)  # what an earlier attempt left behind in a node's arena
+        step = await self._connect()
+        self.report.open(step)
+        self._spawn(self.lag.run())
+        self._spawn(self.episodes.watch())
+        if step == 0:
+            await self._warm_up()
+        await self._begin(step)
+        if step == 0 and self.evals:
+            self.report.write({"step": 0, **await self._evaluate(0)})
+        await self._steps(step)
+        await self._stop_episodes()
+        await self.link.broadcast({"kind": "finish"})
+        self._clean = True
+
+    async def _connect(self) -> int:
+        """Reach everyone; the step that is completed already."""
+        timeout_s = self.tree.orchestrator.connect_timeout_s
+        await together(
+            *[source.connect(timeout_s, self.arena.address) for source in self.sources],
+            self.engine.health(timeout_s),
+            self.link.hellos(timeout_s),
+        )
+        step = self.link.completed
+        if step and not self.resumed:
+            raise RunError(f"the trainer stands at step {step}, and this run was not started with --resume")
+        if step:
+            self.dispatcher.restore(self._saved_state(step))
+        log.info("%d env servers, %d engines and %d ranks are ready", len(self.sources), len(self.engine.urls),
+                 self.tree.trainer.ranks)  # fmt: skip
+        return step
+
+    def _saved_state(self, step: int) -> dict[str, Any]:
+        path = self.tree.run.output_dir / "checkpoints" / f"step_{step}" / "orchestrator.json"
+        try:
+            return dict(json.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            raise RunError(
+                f"the trainer stands at step {step}, but the state of that step is not there: {error}"
+            ) from None
+
+    async def _begin(self, version: int) -> None:
+        """The ranks publish the version to start from; the engines serve it before any episode starts."""
+        await self.link.broadcast({"kind": "begin", "version": version})
+        await self._serve(await self.link.published(version), version)
+
+    async def _serve(self, path: str, version: int) -> None:
+        await self.engine.update_weights(path, version, mode=self.tree.inference.update_mode)
+        self.dispatcher.serving(version)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    async def _steps(self, completed: int) -> None:
+        training: asyncio.Task[None] | None = None
+        self.dispatcher.step, self._stepping = completed + 1, True
+        dispatching = self._spawn(self.dispatcher.run())
+        for step in range(completed + 1, self.tree.run.max_steps + 1):
+            self.dispatcher.collecting(step)
+            began = time.monotonic()
+            batch = await self._collect(step, dispatching, training)
+            collect_s = time.monotonic() - began
+            if training is not None:
+                await training
+            if batch is None:
+                return
+            training = self._spawn(self._train(batch, collect_s))
+        if training is not None:
+            await training
+
+    async def _collect(
+        self, step: int, dispatching: asyncio.Task[None], training: asyncio.Task[None] | None
+    ) -> Batch | None:
+        """The batch of `step`, None when the run drains. Whatever fails in the background meanwhile is raised here."""
+        while True:
+            self._wake.clear()
+            if self.dispatcher.failure is not None:
+                raise self.dispatcher.failure
+            for task in (dispatching, training):
+                if task is not None and task.done():
+                    task.result()
+            if self._draining:
+                return None
+            if (batch := self.sink.cut(step)) is not None:
+                return batch
+            self.dispatcher.wake()
+            await self._wake.wait()
+
+    async def _train(self, batch: Batch, collect_s: float) -> None:
+        """Ship one step, serve what it publishes, and account for it once it is durable."""
+        step, due = batch.step, self._eval_due(batch.step)
+        self.report.begin(batch, collect_s)
+        message = {"run_id": self.tree.run.name, "state": self.dispatcher.state()}
+        sent = await self._ship("step", step, batch.samples, message)
+        path = await self.link.published(step)
+        if due:
+            self.dispatcher.pause()
+        await self._serve(path, step)
+        metrics = await self.link.report(step, "train")
+        self.ledger.report(step)
+        if due:
+            metrics |= await self._evaluate(step)
+            self.dispatcher.resume()
+        await self.report.end(batch, metrics, sent)
+
+    async def _ship(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> int:
+        """Pack, arm the done sets, send every rank its references; bytes sent."""
+        ranks = self._packed(samples)
+        self.ledger.ship(ranks, step)
+        common = {"kind": kind, "step": step, "loss_tokens": sum(sample.S for sample in samples), **extra}
+        return sum(
+            [
+                await self.link.send(
+                    rank, {**common, "micro_batches": [micro_batch_to_wire(micro) for micro in micros]}
+                )
+                for rank, micros in enumerate(ranks)
+            ]
+        )
+
+    def _packed(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+        return pack(
+            samples,
+            seq_len=self.tree.orchestrator.seq_len,
+            num_ranks=self.tree.trainer.ranks,
+            pad_to_multiple_of=self.tree.trainer.pad_to_multiple_of,
+        )
+
+    # --- evaluation and warm-up ----------------------------------------------------------------------------------
+
+    def _eval_due(self, step: int) -> bool:
+        return any(self._wants(sink, step) for sink in self.evals)
+
+    def _wants(self, sink: EvalSink, step: int) -> bool:
+        return step % sink.config.interval == 0 or step == self.tree.run.max_steps
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        """Every source due at this version, side by side."""
+        found = await together(*[sink.evaluate(step) for sink in self.evals if self._wants(sink, step)])
+        return {name: value for metrics in found for name, value in metrics.items()}
+
+    async def _warm_up(self) -> None:
+        """Supervised steps on demonstrations: the ordinary path, every weight 1 and no advantage."""
+        training: asyncio.Task[None] | None = None
+        for step in range(1, self.tree.warmup.steps + 1):
+            samples = await self._demonstrations(step)
+            if training is not None:
+                await training
+            training = self._spawn(self._supervise(step, samples))
+        if training is not None:
+            await training
+
+    async def _demonstrations(self, step: int) -> list[Sample]:
+        """`warmup.batch_size` demonstrated episodes, spread over the train sources in turn."""
+        train = [source for source in self.sources if source.split == "train"]
+        count = self.tree.warmup.batch_size
+        done = await together(*[self._demonstration(train[i % len(train)], step, i) for i in range(count)])
+        samples = [sample for found in done for sample in found]
+        if not samples:
+            raise RunError(
+                f"warm-up step {step}: none of {count} demonstrations could be used (see the warnings above)"
+            )
+        return samples
+
+    async def _demonstration(self, source: Source, step: int, index: int) -> tuple[Sample, ...]:
+        task = await source.next_task()
+        async with self.episodes.permits:
+            seed = source.seed("warmup", step, index)
+            result = await self.episodes.run(
+                Ask(source, task, f"{self._attempt}-w{step}", index, seed, "warmup", version=0)
+            )
+        return self.sink.fitted(result.samples, advantage=0.0)
+
+    async def _supervise(self, step: int, samples: Sequence[Sample]) -> None:
+        await self._ship("warmup", step, samples, {})
+        metrics = await self.link.report(step, "warmup")
+        self.ledger.report(step)
+        self.report.warmed_up(step, metrics)
+
+    # --- signals and the end -------------------------------------------------------------------------------------
+
+    def catch_signals(self) -> None:
+        """First signal: drain; second: stop now. Before the first step there is nothing to drain."""
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled, number, task)
+
+    def _signalled(self, number: signal.Signals, task: asyncio.Task[Any]) -> None:
+        again, self.signal = self.signal is not None, number
+        if again or not self._stepping:
+            task.cancel()
+        else:
+            log.info("draining: the step being trained is finished; the next signal stops at once")
+            self._draining = True
+            self._wake.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        self._wake.set()
+
+    async def _stop_episodes(self) -> None:
+        background = list(self._background)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await self.dispatcher.stop()
+        self.sink.close()
+        await self.episodes.close()
+
+    async def close(self) -> None:
+        """Release everything on every way out; after a clean end, nothing may be left. RunError lists what is."""
+        await self._stop_episodes()
+        held = self.ledger.close()
+        await self.link.close()
+        await asyncio.gather(*[source.client.close() for source in self.sources], self.engine.aclose())
+        left = await self._left_in_arena() if self._clean else []
+        self.arena.close()
+        if self._clean and (held or left):
+            tags = sorted({hold.tag for hold in held.values()} | set(left))
+            raise RunError(
+                f"{len(held)} blocks in the ledger and {len(left)} in the arena were never released: {tags[:20]}"
+            )
+
+    async def _left_in_arena(self) -> list[str]:
+        """Tags of this run's blocks, once the env servers have had time to free what was cancelled."""
+        deadline = time.monotonic() + SETTLE_S
+        prefix = self.tree.run.name + "/"
+        while True:
+            left = [row["tag"] for row in self.arena.ls() if row["tag"].startswith(prefix)]
+            if not left or time.monotonic() > deadline:
+                return left
+            await asyncio.sleep(0.05)

@@ -1,0 +1,131 @@
+"""What one step says of itself: the pinned metrics, to metrics.jsonl and the console, and rollouts/.
+
+Called by the orchestrator's loop at a step's begin (while the blocks are there) and end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shmrl.config import RunTree
+from shmrl.errors import EnvError
+from shmrl.monitor import console
+from shmrl.monitor.metrics import LoopLag, MetricsFile, rss_bytes
+from shmrl.monitor.rollouts import write_rollouts
+from shmrl.orchestrator.episodes import Episodes
+from shmrl.orchestrator.sinks import Batch, Scored
+from shmrl.orchestrator.sources import Source
+
+if TYPE_CHECKING:
+    from shmrl.arena import Arena
+
+ARENA_METRICS = ("used_bytes", "peak_bytes", "blocks", "created", "freed", "orphaned", "spilled", "waits")
+
+
+class StepReport:
+    """Collects and writes the records of the run's steps; `open` it before the first."""
+
+    def __init__(
+        self, tree: RunTree, arena: Arena, episodes: Episodes, sources: Sequence[Source], lag: LoopLag
+    ) -> None:
+        self._tree, self._arena, self._episodes, self._sources, self._lag = tree, arena, episodes, sources, lag
+        self._last = time.monotonic()
+        self._record: dict[str, Any] = {}
+
+    def open(self, completed: int) -> None:
+        """Start metrics.jsonl behind the steps that are completed already; what lies beyond them is cut off."""
+        self._file = MetricsFile(self._tree.run.output_dir / "metrics.jsonl", completed)
+
+    def begin(self, batch: Batch, collect_s: float) -> None:
+        """Before the step is shipped: what the batch alone says, and a few rollouts with their text."""
+        self._record = {"step": batch.step, "time/collect": collect_s, **batch_metrics(batch)}
+        tree = self._tree
+        if tree.monitor.rollouts:
+            chosen = spread(batch.kept, tree.monitor.rollouts)
+            rows = [(item.source, item.result, item.advantage, item.samples[0]) for item in chosen]
+            write_rollouts(tree.run.output_dir / "rollouts", batch.step, self._arena, rows)
+
+    async def end(self, batch: Batch, trainer: Mapping[str, float], sent_bytes: int) -> None:
+        """After the step is durable: add the trainer's share and the state of arena, processes and episodes; write."""
+        record = {**self._record, **trainer, "time/step": time.monotonic() - self._last}
+        record |= self._outcomes() | self._room() | self._process(len(batch.samples), sent_bytes)
+        self.write(record | await self._servers())
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """One line to the file, one to the console."""
+        self._file.write(record)
+        self._last = time.monotonic()
+        if self._tree.monitor.console:
+            console.show(console.step_line(record, self._tree.run.max_steps))
+
+    def warmed_up(self, step: int, trainer: Mapping[str, float]) -> None:
+        """A warm-up step: a line on the console only."""
+        self._last = time.monotonic()
+        if self._tree.monitor.console:
+            line = console.step_line({"step": step, **trainer}, self._tree.warmup.steps)
+            console.show(f"warm-up {line}")
+
+    # --- shares --------------------------------------------------------------------------------------------------
+
+    def _outcomes(self) -> dict[str, float]:
+        episodes = self._episodes
+        counts = episodes.take_counts()
+        rejected, episodes.rejected = episodes.rejected, 0
+        found: dict[str, float] = {f"episodes/{outcome}": count for outcome, count in counts.items()}
+        return found | {"off_policy/dropped": counts["stale"], "payload/rejected_branches": rejected}
+
+    def _room(self) -> dict[str, float]:
+        stats = self._arena.stats()
+        found: dict[str, float] = {f"arena/{name}": stats[name] for name in ARENA_METRICS}
+        return found | {"arena/used_fraction": stats["used_bytes"] / stats["capacity_bytes"]}
+
+    def _process(self, samples: int, sent_bytes: int) -> dict[str, float]:
+        """Memory, loop lag, and bytes per sample on the sockets: its reply plus its share of the step's messages."""
+        episodes = self._episodes
+        received, sent = episodes.reply_bytes / max(episodes.reply_samples, 1), sent_bytes / max(samples, 1)
+        episodes.reply_bytes = episodes.reply_samples = 0
+        resident, anonymous = rss_bytes()
+        return {
+            "orchestrator/rss_bytes": resident,
+            "orchestrator/rss_anon_bytes": anonymous,
+            "orchestrator/loop_lag_p99_ms": self._lag.take_p99_ms(),
+            "orchestrator/bytes_per_sample": received + sent,
+        }
+
+    async def _servers(self) -> dict[str, float]:
+        """`env/<source>/rss_bytes`; a server that does not answer now is left out (an episode will say so)."""
+        found: dict[str, float] = {}
+        for source in self._sources:
+            try:
+                found[f"env/{source.name}/rss_bytes"] = (await source.client.health())["rss_bytes"]
+            except (EnvError, TimeoutError):
+                continue
+        return found
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Rewards over every scored episode; lag (step - 1 - version at its first token) over those that ship."""
+    by_source: dict[str, list[float]] = {}
+    for episode in batch.episodes:
+        by_source.setdefault(episode.source, []).append(episode.result.reward)
+    rewards = [reward for values in by_source.values() for reward in values]
+    lags = [batch.step - 1 - episode.result.version_start for episode in batch.kept]
+    return {
+        "train/reward": mean(rewards),
+        **{f"train/reward/{name}": mean(values) for name, values in by_source.items()},
+        "off_policy/mean": mean(lags),
+        "off_policy/max": max(lags),
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def spread(episodes: Sequence[Scored], count: int) -> list[Scored]:
+    """At most `count` of the episodes, evenly over the batch."""
+    count = min(count, len(episodes))
+    return [episodes[index * len(episodes) // count] for index in range(count)]

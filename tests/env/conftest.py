@@ -1,0 +1,131 @@
+"""What the env tests share: a model directory without weights, a fake engine, a running server and a client of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from shmrl.arena import Arena
+from shmrl.config import EnvServerConfig
+from shmrl.env.client import EnvClient
+from shmrl.env.server import EnvServer
+from shmrl.types import Task
+from tests.support.fake_engine import FakeEngine
+
+SPECIALS = ["<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
+EOS, IM_START, IM_END = 258, 259, 260
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> Path:
+    """A byte-level tokenizer, a chat template and the shape of a router; no weights."""
+    directory = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    files = {
+        "tokenizer_config.json": {"chat_template": TEMPLATE, "eos_token": "<eos>", "bos_token": {"content": "<bos>"}},
+        "generation_config.json": {"eos_token_id": [EOS, IM_END]},
+        "config.json": {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": EOS},
+    }
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeEngine]:
+    async with FakeEngine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def arena():
+    arena = Arena.create(capacity="32MiB", run_id="test")
+    yield arena
+    arena.close()
+    arena.unlink()
+
+
+@pytest.fixture
+def spec(engine, model_dir) -> Callable[..., dict[str, Any]]:
+    """The `model` map of a request: spec(max_tokens=4, fields=[...]) overrides."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        sampling = {
+            "temperature": 1.0,
+            "top_p": 0.9,
+            "top_k": 8,
+            "min_p": 0.0,
+            "max_tokens": changes.pop("max_tokens", 12),
+        }
+        base = {
+            "urls": [engine.url], "tokenizer": str(model_dir), "name": "policy", "version": 0, "cache_salt": "0",
+            "fields": ["routing", "head", "mask"], "head": 4, "max_model_len": 512, "sampling": sampling,
+        }  # fmt: skip
+        return {**base, **changes}
+
+    return make
+
+
+@pytest.fixture
+def hosted(arena):
+    """`async with hosted("reverse-text", {...}, workers=2) as (client, server)`: a server in this process, its workers beside."""
+
+    @asynccontextmanager
+    async def host(
+        env_id: str, args: dict[str, Any] | None = None, **serve: Any
+    ) -> AsyncIterator[tuple[EnvClient, EnvServer]]:
+        server = EnvServer(env_id, args, config=server_config(arena.address, env_id, args, **serve))
+        running = asyncio.create_task(server.run())
+        waiting = asyncio.create_task(server.bound.wait())
+        await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
+        client = EnvClient(server.address)
+        try:
+            await client.connect(60)
+            yield client, server
+        finally:
+            waiting.cancel()
+            await client.close()
+            await server.close()
+            await running
+
+    return host
+
+
+def server_config(
+    arena: str | None,
+    env_id: str,
+    args: dict[str, Any] | None = None,
+    *,
+    workers: int = 1,
+    max_turns: int | None = None,
+    **serve: Any,
+) -> EnvServerConfig:
+    return EnvServerConfig.model_validate(
+        {
+            "name": "test",
+            "env": {"id": env_id, "args": args or {}, "max_turns": max_turns},
+            "serve": {"address": "tcp://127.0.0.1:0", "pool": {"workers": workers}, **serve},
+            "arena": {"address": arena} if arena else {"capacity": "8MiB"},
+        }
+    )
+
+
+def rollout(client: EnvClient, task: Task, spec: dict[str, Any], index: int = 0, keep: str = "train"):
+    """One episode with a tag of its own."""
+    return client.run_rollout(task, model=spec, group_id="g", seed=index, keep=keep, tag=f"run/test/g/{index}")

@@ -1,0 +1,66 @@
+"""kill -9 of one process at a time in a running run: who notices, what is said, what is left, and that it resumes."""
+
+import os
+import signal
+
+import pytest
+
+from tests.support.clock import wait_until
+from tests.support.runs import SLOW
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+STEPS = [1, 2, 3, 4, 5, 6]
+
+
+def resume_to_the_end(run):
+    code, output = run.start("--resume").finish()
+    assert code == 0, output
+    run.assert_nothing_left()
+    assert [line["step"] for line in run.metrics()] == STEPS
+    assert run.record()["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "ranks"),
+    [
+        ("env-server", "env-server train/words", 1),
+        ("orchestrator", "orchestrator", 1),
+        ("trainer:1", "trainer", 2),
+        ("inference", "inference", 1),
+    ],
+)
+def test_a_killed_role_ends_the_run_and_resume_finishes_it(run, title, name, ranks):
+    one = run(text=SLOW, **{"trainer.ranks": ranks}).start()
+    one.wait_for_step(2)
+    (pid,) = one.pids(title)
+    os.kill(pid, signal.SIGKILL)
+    code, output = one.finish(30)
+    assert code == 1, output
+    assert f"{name} exited with code" in output
+    assert f"last lines of {one.output_dir}/logs/attempt_1/" in output
+    assert one.record()["reason"].startswith(f"{name} exited with code")
+    one.assert_nothing_left()
+    resume_to_the_end(one)
+
+
+def test_a_killed_launcher_leaves_nothing_and_resume_finishes_the_run(run):
+    one = run(text=SLOW).start()
+    one.wait_for_step(2)
+    one.process.kill()
+    one.process.wait()
+    one.assert_nothing_left()
+    wait_until(lambda: one.record()["status"] == "killed", what="run.json closed by the janitor")
+    resume_to_the_end(one)
+
+
+def test_a_killed_env_worker_is_replaced_and_the_run_goes_on(run):
+    one = run(text=SLOW.replace("[trainer]", "serve.pool.workers = 2\n[trainer]")).start()
+    one.wait_for_step(1)
+    workers = one.pids("env-worker")
+    assert len(workers) == 2
+    os.kill(workers[0], signal.SIGKILL)
+    code, output = one.finish()
+    assert code == 0, output
+    one.assert_nothing_left()
+    assert [line["step"] for line in one.metrics()] == STEPS

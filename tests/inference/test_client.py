@@ -1,0 +1,233 @@
+"""The client: both recorded forms, retries by class, several engines."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from shmrl.errors import EngineError
+from shmrl.inference.client import EngineClient, parse_generation, parse_metrics
+from tests.inference.conftest import free_port
+
+DATA = Path(__file__).parents[1] / "data" / "vllm"
+ANSWER = json.loads((DATA / "v0.32.0_v2runner_interp_inference_v1_generate.json").read_text())
+
+
+def test_the_0_32_form() -> None:
+    got = parse_generation(ANSWER, "u", {"logprobs": 3, "top_k": 8})
+    assert got.token_ids == [113, 471, 498, 407]
+    assert got.logprobs[0] == -2.041332483291626
+    assert got.top_logprobs is not None
+    assert got.top_logprobs[3] == ([407, 113, 461], [-2.4339373111724854, -1.5120623111724854, -1.7308123111724854])
+    assert got.sampling_mask is not None
+    assert got.sampling_mask[0] == [19, 113, 130, 237, 407, 471, 498, 504]
+    assert got.weight_versions == [("step-7", 0, 4)]
+    assert (got.finish_reason, got.stop_reason, got.url) == ("length", None, "u")
+    assert got.routed_experts is not None
+    assert got.routed_experts.startswith("k05VTVBZ")
+
+
+def test_the_0_30_form() -> None:
+    answer = json.loads((DATA / "v0.30.0_v1runner_processed_inference_v1_generate.json").read_text())
+    got = parse_generation(answer, "u", {"logprobs": 3, "top_k": 8})
+    assert got.token_ids == [377, 250, 290, 454]
+    assert got.top_logprobs is not None
+    assert got.top_logprobs[0][0] == [377, 179, 483]
+    assert (got.sampling_mask, got.weight_versions) == (None, [])  # 3 heads cannot hold 8 kept ids
+
+
+def test_masks_are_derived_from_heads_that_hold_every_kept_id() -> None:
+    answer = json.loads((DATA / "v0.32.0_v2_generate_topk_topp_minp.json").read_text())
+    native = answer["choices"][0]["sampling_mask"]
+    answer["choices"][0]["sampling_mask"] = None
+    asked = {"logprobs": 40, "top_k": 40, "top_p": 0.8}
+    assert parse_generation(answer, "u", asked).sampling_mask == native
+    assert parse_generation(answer, "u", asked | {"top_k": 41}).sampling_mask is None
+    for entry in answer["choices"][0]["logprobs"]["content"]:  # raw log-probabilities: the mass is not 1
+        entry["top_logprobs"] = [e | {"logprob": e["logprob"] - 0.5} for e in entry["top_logprobs"]]
+    assert parse_generation(answer, "u", asked).sampling_mask is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"choices": []},
+        {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": None}]},
+        {"choices": [{"token_ids": [1, 2], "finish_reason": "stop", "logprobs": {"content": [{"logprob": -1.0}]}}]},
+        {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": {"content": [{"logprob": None}]}}]},
+    ],
+)
+def test_unreadable_answers(answer: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match=r"^u sent"):
+        parse_generation(answer, "u", {"logprobs": 0})
+
+
+def test_an_abort_before_the_first_token() -> None:
+    choice = {"token_ids": [], "finish_reason": "abort", "logprobs": {"content": []}, "sampling_mask": []}
+    got = parse_generation({"choices": [choice]}, "u", {"logprobs": 3, "top_k": 8})
+    assert (got.token_ids, got.logprobs, got.top_logprobs, got.sampling_mask) == ([], [], [], [])
+
+
+def test_metrics_are_summed_over_labels() -> None:
+    text = '# HELP a b\n# TYPE vllm:n counter\nvllm:n{engine="0",x="a b"} 2.0\nvllm:n{engine="1"} 3e0\nup 1\n'
+    assert parse_metrics(text) == {"vllm:n": 5.0, "up": 1.0}
+
+
+# ---------------------------------------------------------------------------------------------------- a scripted engine
+
+
+class Scripted:
+    """An engine whose answers are a list: a status, or a callable that makes the response; the last one repeats."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers, self.seen = list(answers), []
+        self.url = f"http://127.0.0.1:{free_port()}"
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append((request.path_qs, await request.text()))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if callable(answer):
+            return await answer(request)
+        body = ANSWER if answer == 200 else {"error": {"message": f"said {answer}"}}
+        return web.json_response(body, status=answer)
+
+    @asynccontextmanager
+    async def serving(self) -> Any:
+        app = web.Application()
+        app.router.add_route("*", "/{tail:.*}", self.handle)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", int(self.url.rsplit(":", 1)[1])).start()
+        yield self
+        await runner.cleanup()
+
+
+async def reset(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+@pytest.mark.parametrize(
+    ("answers", "tries"), [([500, 200], 2), ([reset, 503, 429, 503, 200], 5), ([reset, 500, 200], 3)]
+)
+async def test_what_is_retried(answers: list[Any], tries: int, caplog: pytest.LogCaptureFixture) -> None:
+    async with Scripted(*answers).serving() as engine, EngineClient([engine.url], timeout_s=30) as client:
+        assert (await client.generate([1], {})).token_ids == [113, 471, 498, 407]
+        assert len(engine.seen) == tries
+    assert all(record.levelno == logging.WARNING and engine.url in record.message for record in caplog.records)
+    assert len(caplog.records) == len({str(answer) for answer in answers[:-1]})  # each kind is told once
+
+
+@pytest.mark.parametrize(("answers", "tries", "message"), [([400], 1, "400: said 400"), ([500], 3, "500: said 500")])
+async def test_what_is_given_up(answers: list[Any], tries: int, message: str) -> None:
+    async with Scripted(*answers).serving() as engine, EngineClient([engine.url], timeout_s=30) as client:
+        with pytest.raises(EngineError, match=message):
+            await client.generate([1], {})
+        assert len(engine.seen) == tries
+
+
+async def test_the_deadline_covers_the_retries() -> None:
+    async with EngineClient([f"http://127.0.0.1:{free_port()}"], timeout_s=0.5) as client:
+        with pytest.raises(EngineError, match=r"ClientConnectorError.*attempt \d"):
+            await client.generate([1], {})
+        with pytest.raises(EngineError, match="is not healthy: ClientConnectorError"):
+            await client.health(0.2)
+
+
+async def test_an_engine_that_comes_up_late_is_waited_for() -> None:
+    engine = Scripted(200)
+    async with EngineClient([engine.url], timeout_s=30) as client:
+        waiting = asyncio.ensure_future(client.generate([1], {}))
+        await asyncio.sleep(0)
+        async with engine.serving():
+            assert (await waiting).url == engine.url
+
+
+async def test_cancelling_drops_the_connection() -> None:
+    arrived, dropped = asyncio.Event(), asyncio.Event()
+
+    async def hang(request: web.Request) -> web.StreamResponse:
+        arrived.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            dropped.set()
+        return web.Response()
+
+    async with Scripted(hang).serving() as engine, EngineClient([engine.url]) as client:
+        task = asyncio.ensure_future(client.generate([1], {}))
+        await arrived.wait()
+        task.cancel()
+        async with asyncio.timeout(10):
+            await dropped.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_requests_spread_and_stick() -> None:
+    gate, arrived = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def held(request: web.Request) -> web.StreamResponse:
+        arrived.release()
+        await gate.wait()
+        return web.json_response(ANSWER)
+
+    async with Scripted(held).serving() as a, Scripted(held).serving() as b, EngineClient([a.url, b.url]) as client:
+        tasks = [asyncio.ensure_future(client.generate([i], {})) for i in range(8)]
+        tasks += [asyncio.ensure_future(client.generate([i], {}, cache_salt="task-1")) for i in range(4)]
+        async with asyncio.timeout(10):
+            for _ in range(12):
+                await arrived.acquire()
+        gate.set()
+        await asyncio.gather(*tasks)
+        salted = [["task-1" in body for _, body in engine.seen].count(True) for engine in (a, b)]
+        assert sorted(salted) == [0, 4]
+        assert [len(a.seen) - salted[0], len(b.seen) - salted[1]] == [4, 4]
+
+
+async def test_the_request_carries_what_was_asked() -> None:
+    async with Scripted(200).serving() as engine, EngineClient([engine.url + "/"], token="t0k") as client:
+        await client.generate([1, 2], {"top_k": 5}, routed_experts_prompt_start=2, request_id="r1", cache_salt="s")
+    path, body = engine.seen[0]
+    assert path == "/inference/v1/generate"
+    sampling = {"logprobs": 0, "top_k": 5, "routed_experts_prompt_start": 2}
+    assert json.loads(body) == {
+        "token_ids": [1, 2],
+        "sampling_params": sampling,
+        "stream": False,
+        "request_id": "r1",
+        "cache_salt": "s",
+    }
+
+
+def failing(path: str) -> Callable[[web.Request], Any]:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        status = 500 if request.path == path else 200
+        return web.json_response({"error": {"message": "no such step"}}, status=status)
+
+    return answer
+
+
+async def test_weight_updates_go_everywhere_and_always_resume() -> None:
+    good, bad = Scripted(200), Scripted(failing("/collective_rpc"))
+    async with good.serving(), bad.serving(), EngineClient([good.url, bad.url]) as client:
+        with pytest.raises(EngineError, match=f"{bad.url}/collective_rpc answered 500: no such step"):
+            await client.update_weights("/w/step_3", 3, mode="wait")
+    assert [path for path, _ in good.seen] == [
+        "/pause?mode=wait",
+        "/collective_rpc",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/resume",
+    ]
+    assert json.loads(good.seen[1][1]) == {"method": "shmrl_load_weights", "args": ["/w/step_3"], "kwargs": {}}
+    assert json.loads(good.seen[3][1]) == {"new_version": "3"}
+    assert [path for path, _ in bad.seen] == ["/pause?mode=wait", "/collective_rpc", "/resume"]

@@ -1,0 +1,125 @@
+"""What exists once per host and run: token, socket directory, arena, and `shmrl node` as a process."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from shmrl.arena import Arena
+from shmrl.config import load_env_server, load_run
+from shmrl.errors import ArenaError, ConfigError, RunError
+from shmrl.node.host import exclusive, hosted, read_token
+from tests.support import leftovers
+from tests.support.clock import wait_until
+
+RUN = """
+[model.tiny]
+layers = 1
+hidden = 32
+heads = 2
+kv_heads = 1
+experts = 4
+[arena]
+capacity = "16MiB"
+[orchestrator]
+batch_size = 8
+seq_len = 64
+[[orchestrator.train.source]]
+name = "a"
+env.id = "reverse-text"
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    (tmp_path / "run.toml").write_text(RUN)
+    return load_run([tmp_path / "run.toml"], {"run.output-dir": str(tmp_path / "out")}).absolute()
+
+
+def test_a_hosted_run_has_arena_token_and_private_sockets_and_leaves_nothing(tree):
+    with exclusive(tree) as directory, hosted(tree, directory, "ab" * 16) as (arena, named):
+        assert directory == tree.socket_dir
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert named.arena.address == arena.address
+        assert stat.S_IMODE(named.arena.token_file.stat().st_mode) == 0o600
+        token = read_token(named.arena)
+        assert len(bytes.fromhex(token)) == 16
+        with Arena.attach(named.arena.address) as second:
+            second.free([second.put(b"x", tag="t")])
+    assert not directory.exists()
+    with pytest.raises(ArenaError):
+        Arena.attach(named.arena.address)
+
+
+def test_the_token_may_come_from_the_environment_and_is_checked(tree, monkeypatch):
+    monkeypatch.setenv("SHMRL_TOKEN", "0123456789abcdef" * 2)
+    with exclusive(tree) as directory, hosted(tree, directory, "ab" * 16) as (_, named):
+        assert read_token(named.arena) == "0123456789abcdef" * 2
+    assert read_token(tree.arena) == "0123456789abcdef" * 2
+    monkeypatch.setenv("SHMRL_TOKEN", "short")
+    with exclusive(tree) as directory, pytest.raises(ConfigError, match="32 lower-case"), hosted(tree, directory, "x"):
+        pass
+
+
+def test_a_token_that_is_gone_says_whose_it_was(tree, tmp_path):
+    arena = tree.arena.model_copy(update={"token_file": tmp_path / "nowhere"})
+    with pytest.raises(RunError, match=r"nowhere.*shmrl node"):
+        read_token(arena)
+
+
+def test_one_directory_serves_one_run_at_a_time(tree):
+    with exclusive(tree):
+        with pytest.raises(RunError, match=rf"in use by another run \(pid {os.getpid()}\)"), exclusive(tree):
+            pass
+        assert tree.socket_dir.exists()
+    with exclusive(tree):
+        pass
+
+
+def test_what_a_killed_run_left_in_its_socket_directory_is_removed(tree):
+    tree.socket_dir.mkdir(mode=0o700, parents=True)
+    (tree.socket_dir / "token").write_text("old")
+    (tree.socket_dir / "trainer.sock").touch()
+    with exclusive(tree) as directory:
+        assert [path.name for path in directory.iterdir()] == ["lock"]
+
+
+def test_a_socket_directory_that_others_can_enter_is_refused(tree):
+    tree.socket_dir.mkdir(mode=0o755, parents=True)
+    tree.socket_dir.chmod(0o755)
+    try:
+        with pytest.raises(RunError, match="not a private directory"), exclusive(tree):
+            pass
+    finally:
+        tree.socket_dir.rmdir()
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tree, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 100)))
+    with pytest.raises(ConfigError, match="too long for a unix socket"), exclusive(tree):
+        pass
+
+
+def test_node_hosts_by_hand_prints_the_commands_and_removes_everything_at_sigterm(tree, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "shmrl", "node", str(tmp_path / "run.toml"), f"--run.output-dir={out}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as node:
+        try:
+            lines = [node.stdout.readline() for _ in range(6)]
+            assert f"  shmrl env-server {out}/configs/envs/train/a.toml\n" in lines
+            assert f"  shmrl orchestrator {out}/configs/orchestrator.toml\n" in lines
+            assert (out / "weights" / "step_0" / "model.safetensors").exists()
+            server = load_env_server([out / "configs" / "envs" / "train" / "a.toml"])
+            assert load_run([tmp_path / "run.toml", out / "node.toml"]).arena == server.arena
+            Arena.attach(server.arena.address).close()
+            assert len(read_token(server.arena)) == 32
+        finally:
+            node.send_signal(signal.SIGTERM)
+            code = node.wait(10)
+    assert code == 0
+    assert not (out / "node.toml").exists()
+    assert not tree.socket_dir.exists()
+    wait_until(lambda: not any(server.arena.address[4:] in name for name in leftovers.segments()), what="arena gone")

@@ -1,0 +1,74 @@
+"""A trainer rank without a model: assembles every micro batch for real, says done, publishes and reports.
+
+Run as `python -m tests.orchestrator.fake_rank RESOLVED.toml RANK STEP`; writes what it assembled to rank_<r>.jsonl.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import zmq
+
+from shmrl import wire
+from shmrl.arena import Arena
+from shmrl.config import load_run
+from shmrl.node.host import read_token
+from shmrl.payload import assemble, micro_batch_from_wire
+
+
+def main(file, rank, step):
+    tree = load_run([Path(file)])
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(tree.trainer_address)
+
+    def say(**message):
+        socket.send(wire.pack(message))
+
+    say(kind="hello", rank=rank, world=tree.trainer.ranks, token=read_token(tree.arena), step=step)
+    state = {}
+    with Arena.attach(tree.arena.address, reader=rank) as arena:
+        while (message := wire.unpack(socket.recv()))["kind"] != "finish":
+            kind = message["kind"]
+            if kind == "begin":
+                step = message["version"]
+                if rank == 0:
+                    say(kind="published", version=step, path=str(tree.weights_dir(step)))
+                continue
+            micro_batches = [micro_batch_from_wire(item) for item in message["micro_batches"]]
+            record(tree, rank, message, micro_batches, [assemble(arena, micro) for micro in micro_batches])
+            arena.done([handle for micro in micro_batches for handle in micro.handles])
+            if kind == "step":
+                step, state = message["step"], message["state"]
+            if rank == 0:
+                if kind == "step":
+                    say(kind="published", version=step, path=str(tree.weights_dir(step)))
+                mode = "train" if kind == "step" else "warmup"
+                say(kind="report", step=message["step"], mode=mode, metrics={"train/loss": 0.5})
+    if rank == 0 and step:
+        directory = tree.run.output_dir / "checkpoints" / f"step_{step}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "orchestrator.json").write_text(json.dumps(state))
+    context.destroy(linger=1000)
+
+
+def record(tree, rank, message, micro_batches, batches):
+    samples = [sample for micro in micro_batches for sample in micro.samples]
+    line = {
+        "kind": message["kind"],
+        "step": message["step"],
+        "nbytes": len(wire.pack(message)),
+        "micro_batches": len(micro_batches),
+        "loss_tokens": message["loss_tokens"],
+        "assembled_loss_tokens": sum(int(batch.loss_mask.sum()) for batch in batches),
+        "advantages": [sample.advantage for sample in samples],
+        "lags": [message["step"] - 1 - sample.meta["version_start"] for sample in samples],
+        "sources": [sample.meta["source"] for sample in samples],
+        "fields": sorted({field for sample in samples for field in sample.fields}),
+    }
+    with (tree.run.output_dir / f"rank_{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,110 @@
+"""Exact counts over a real arena: every block leaves the ledger once, on whichever way."""
+
+import pytest
+
+from shmrl.arena import Arena
+from shmrl.errors import LostPayload
+from shmrl.orchestrator.ledger import Ledger
+from shmrl.types import Handle, MicroBatch
+from tests.orchestrator.fakes import sample
+
+
+def counts(arena):
+    stats = arena.stats()
+    return stats["blocks"], stats["created"], stats["freed"]
+
+
+def test_what_is_released_is_freed_at_once(arena, worker):
+    ledger = Ledger(arena, num_ranks=2)
+    samples = [sample(worker, f"t/a/g/{i}") for i in range(3)]
+    for i, item in enumerate(samples):
+        ledger.adopt([item], f"t/a/g/{i}")
+    assert len(ledger) == 3
+    ledger.release(samples[:2])
+    assert counts(arena) == (1, 3, 2)
+    assert ledger.open()[samples[2].handles[0]].tag == "t/a/g/2"
+    assert list(ledger.close()) == [samples[2].handles[0]]
+    assert counts(arena) == (0, 3, 3)
+    assert ledger.close() == {}
+
+
+def test_a_shipped_block_outlives_its_readers_until_the_step_is_durable(arena, worker):
+    ledger = Ledger(arena, num_ranks=2)
+    a = sample(worker)
+    b = sample(worker, T=12, S=8, prefix=(a, 4))
+    ledger.adopt([a, b], "t/a/g/0")
+    ledger.ship([[MicroBatch((a,))], [MicroBatch((b,))]], step=5)
+    for rank, handles in ((0, a.handles), (1, b.handles)):
+        with Arena.attach(arena.address, reader=rank) as reader:
+            reader.done(handles)
+    assert counts(arena)[0] == 2
+    ledger.report(4)
+    assert len(ledger) == 2
+    ledger.report(5)
+    assert counts(arena) == (0, 2, 2)
+    assert ledger.close() == {}
+
+
+def test_a_shared_prefix_is_freed_with_its_last_sample(arena, worker):
+    ledger = Ledger(arena, num_ranks=1)
+    first = sample(worker, T=10, S=6)
+    second = sample(worker, T=12, S=8, prefix=(first, 4))
+    third = sample(worker, T=14, S=10, prefix=(first, 4))
+    ledger.adopt([first, second, third], "t/a/g/0")
+    assert counts(arena)[0] == 3
+    ledger.release([first])
+    assert counts(arena)[0] == 3
+    with Arena.attach(arena.address, reader=0) as reader:
+        ledger.ship([[MicroBatch((second,))]], step=1)
+        reader.done(second.handles)
+        ledger.report(1)
+        assert counts(arena)[0] == 2  # the prefix and the third sample's own rows
+        ledger.ship([[MicroBatch((third,))]], step=2)
+        reader.done(third.handles)
+        ledger.report(2)
+    assert counts(arena) == (0, 3, 3)
+    assert ledger.close() == {}
+
+
+def test_truncation_gives_back_what_only_the_rest_used(arena, worker):
+    ledger = Ledger(arena, num_ranks=1)
+    first = sample(worker, T=10, S=6)
+    second = sample(worker, T=12, S=8, prefix=(first, 4))
+    ledger.adopt([first, second], "t/a/g/0")
+    cut = ledger.cut(second, 3)
+    assert (cut.T, cut.handles) == (3, first.handles)
+    assert counts(arena)[0] == 1
+    ledger.release([first, cut])
+    assert counts(arena) == (0, 2, 2)
+
+
+def test_an_episode_that_lost_a_block_keeps_none(arena, worker):
+    ledger = Ledger(arena, num_ranks=1)
+    kept, lost, other = (sample(worker) for _ in range(3))
+    worker.free(lost.handles)
+    with pytest.raises(LostPayload, match=r"t/a/g/7: block Handle\(slot"):
+        ledger.adopt([kept, lost, other], "t/a/g/7")
+    assert counts(arena) == (0, 3, 3)
+    assert len(ledger) == 0
+
+
+def test_a_block_an_operator_discarded_is_no_error(arena, worker):
+    ledger = Ledger(arena, num_ranks=1)
+    item = sample(worker, "t/a/g/0")
+    ledger.adopt([item], "t/a/g/0")
+    arena.discard("t/a")
+    ledger.release([item])
+    assert counts(arena) == (0, 1, 1)
+
+
+def test_foreign_handles_are_refused(arena):
+    foreign = Handle.pack(node=1, arena=2, slot=0, generation=0, nbytes=8, nonce=b"12345678")
+    ledger = Ledger(arena, num_ranks=1)
+    with pytest.raises(LostPayload):
+        ledger.adopt([sample_of(foreign)], "old-run/a/g/0")
+
+
+def sample_of(handle):
+    from shmrl.types import Sample
+
+    return Sample(segments=((handle, 0, 4),), T=4, S=2, R=3)

@@ -1,0 +1,135 @@
+"""The ranks' socket: hello, token, order of messages, and who is missing."""
+
+import asyncio
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from shmrl import wire
+from shmrl.errors import RunError
+from shmrl.orchestrator.link import TrainerLink
+
+TOKEN = "0123456789abcdef" * 2
+
+
+class Rank:
+    """A rank's DEALER in this process."""
+
+    def __init__(self, address):
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    async def say(self, **message):
+        await self.socket.send(wire.pack(message))
+
+    async def hello(self, rank, world=1, token=TOKEN, step=0):
+        await self.say(kind="hello", rank=rank, world=world, token=token, step=step)
+
+    async def hear(self):
+        return wire.unpack(await asyncio.wait_for(self.socket.recv(), 10))
+
+    def close(self):
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+async def link_of(tmp_path):
+    """`link_of(num_ranks)` -> a link and a function that connects a rank to it."""
+    links, ranks = [], []
+
+    def build(num_ranks, token=TOKEN):
+        address = f"ipc://{tmp_path}/sockets/trainer.sock"
+        link = TrainerLink(address, num_ranks, token)
+        links.append(link)
+
+        def connect():
+            ranks.append(Rank(address))
+            return ranks[-1]
+
+        return link, connect
+
+    yield build
+    for rank in ranks:
+        rank.close()
+    for link in links:
+        await link.close()
+
+
+async def test_a_step_goes_out_and_comes_back_published_then_reported(link_of):
+    link, connect = link_of(2)
+    ranks = [connect(), connect()]
+    for index, rank in enumerate(ranks):
+        await rank.hello(index, world=2, step=7)
+    await link.hellos(10)
+    assert link.completed == 7
+    sent = await link.send(1, {"kind": "step", "step": 8})
+    assert sent == len(wire.pack({"kind": "step", "step": 8}))
+    assert await ranks[1].hear() == {"kind": "step", "step": 8}
+    await ranks[0].say(kind="published", version=8, path="/w/step_8")
+    await ranks[0].say(kind="report", step=8, mode="warmup", metrics={"train/loss": 2.0})
+    await ranks[0].say(kind="report", step=8, mode="train", metrics={"train/loss": 1.0})
+    assert await link.published(8) == "/w/step_8"
+    assert await link.report(8, "train") == {"train/loss": 1.0}
+    assert await link.report(8, "warmup") == {"train/loss": 2.0}
+    await link.broadcast({"kind": "finish"})
+    assert [await rank.hear() for rank in ranks] == [{"kind": "finish"}] * 2
+
+
+async def test_a_wrong_token_a_stranger_and_noise_change_nothing(link_of):
+    link, connect = link_of(1)
+    thief, stranger, rank = connect(), connect(), connect()
+    await thief.hello(0, token="f" * 32)
+    await stranger.say(kind="published", version=1, path="/evil")
+    await stranger.socket.send(b"\xc1")
+    await stranger.socket.send_multipart([b"a", b"b", b"c"])
+    await stranger.say(kind="hello", rank=0)
+    await rank.hello(0)
+    await link.hellos(10)
+    await rank.say(kind="published", version=1, path="/good")
+    assert await link.published(1) == "/good"
+
+
+async def test_ranks_that_never_came_are_named(link_of):
+    link, connect = link_of(3)
+    await connect().hello(1, world=3)
+    with pytest.raises(RunError, match=r"no hello from trainer ranks \[0, 2\] within 0.3 s"):
+        await link.hellos(0.3)
+
+
+async def test_ranks_of_another_size_or_at_different_steps_are_refused(link_of):
+    link, connect = link_of(1)
+    await connect().hello(1, world=2)
+    with pytest.raises(RunError, match="rank 1 of 2 said hello"):
+        await link.hellos(10)
+
+
+async def test_ranks_at_different_steps_are_refused(link_of):
+    link, connect = link_of(2)
+    await connect().hello(0, world=2, step=3)
+    await connect().hello(1, world=2, step=4)
+    with pytest.raises(RunError, match=r"different steps: \{0: 3, 1: 4\}"):
+        await link.hellos(10)
+
+
+async def test_a_rank_that_reconnects_is_the_same_and_one_that_lost_steps_is_not(link_of):
+    link, connect = link_of(1)
+    await connect().hello(0)
+    await link.hellos(10)
+    again = connect()
+    await again.hello(0)
+    await again.say(kind="published", version=0, path="/w")
+    assert await link.published(0) == "/w"
+    await again.say(kind="report", step=1, mode="train", metrics={})
+    await link.report(1, "train")
+    await again.hello(0, step=0)
+    with pytest.raises(RunError, match="rank 0 came back at step 0, after step 1 was completed"):
+        await link.published(2)
+
+
+async def test_an_address_that_cannot_be_bound_says_so(tmp_path):
+    with pytest.raises(RunError, match="cannot bind"):
+        TrainerLink(f"ipc://{tmp_path}/{'x' * 120}/trainer.sock", 1, None)

@@ -1,0 +1,168 @@
+"""Scoring, pruning, staleness, batches, evaluations; blocks are freed exactly where they should be."""
+
+from contextlib import nullcontext
+
+import pytest
+
+from shmrl.errors import RunError
+from shmrl.orchestrator.sinks import EvalSink, Group, pass_at
+from shmrl.orchestrator.sources import Source
+from shmrl.types import EpisodeResult, ErrorInfo, Sample, Task
+from tests.orchestrator.conftest import collect, finish
+from tests.orchestrator.fakes import Client, sample, tree
+
+
+def group_of(parts, worker, rewards, *, version=0, number=0, T=10, S=6):
+    """A finished group whose blocks the ledger holds."""
+    results = []
+    for i, reward in enumerate(rewards):
+        made = (sample(worker, f"t/a/a-{number}/{i}", T=T, S=S, version=version),)
+        parts.ledger.adopt(made, f"t/a/a-{number}/{i}")
+        results.append(EpisodeResult(True, f"task{number}", reward=reward, samples=made, version_start=version))
+    return Group(parts.sources[0], f"a-{number}", number, Task(f"task{number}", {}), len(rewards), results)
+
+
+def test_advantages_reach_every_branch_and_zero_ones_are_released(tmp_path, arena, worker, parts):
+    p = parts(tree(tmp_path, batch_size=5, group_size=5), [Client(worker)])
+    group = group_of(p, worker, [1.0, 0.0, 0.5, 0.5, 0.5])
+    two = sample(worker, "t/a/a-0/0")
+    p.ledger.adopt([two], "t/a/a-0/0")
+    group.results[0] = EpisodeResult(True, "task0", reward=1.0, samples=(*group.results[0].samples, two))
+    p.sink.add(group)
+    assert arena.stats()["blocks"] == 3
+    batch = p.sink.cut(1)
+    assert [(s.advantage, s.weight) for s in batch.samples] == [(0.5, 1.0), (0.5, 1.0), (-0.5, 1.0)]
+    assert (len(batch.episodes), len(batch.kept)) == (5, 2)
+    assert {k: v for k, v in p.episodes.take_counts().items() if v} == {"shipped": 2, "filtered": 3}
+    p.ledger.release(batch.samples)
+    assert arena.stats()["blocks"] == 0
+
+
+def test_a_group_of_equal_rewards_leaves_nothing_and_a_batch_of_them_is_skipped(tmp_path, arena, worker, parts):
+    p = parts(tree(tmp_path, batch_size=2, group_size=2), [Client(worker)])
+    p.sink.add(group_of(p, worker, [0.3, 0.3]))
+    assert arena.stats()["blocks"] == 0
+    assert p.sink.pending == 2
+    assert p.sink.cut(1) is None
+    assert p.sink.pending == 0
+    for number in range(1, 9):
+        p.sink.add(group_of(p, worker, [0.3, 0.3], number=number))
+    with pytest.raises(RunError, match=r"20 episodes in a row had nothing to train.*the last: 0\.3"):
+        p.sink.add(group_of(p, worker, [0.3, 0.3], number=9))
+
+
+def test_without_the_filter_zero_advantages_ship(tmp_path, worker, parts):
+    p = parts(tree(tmp_path, batch_size=2, group_size=2, filters={"zero_advantage": False}), [Client(worker)])
+    p.sink.add(group_of(p, worker, [0.3, 0.3]))
+    batch = p.sink.cut(1)
+    assert [s.advantage for s in batch.samples] == [0.0, 0.0]
+    p.ledger.release(batch.samples)
+
+
+@pytest.mark.parametrize(("step", "shipped"), [(8, 2), (9, 0)])
+def test_lag_is_counted_from_the_first_token_when_it_ships(tmp_path, arena, worker, parts, step, shipped):
+    """Generated at version 5: step 8 trains version 7 (lag 2, allowed), step 9 version 8 (lag 3, voided)."""
+    p = parts(tree(tmp_path, batch_size=2, group_size=2, max_off_policy_steps=2), [Client(worker)])
+    p.sink.add(group_of(p, worker, [1.0, 0.0], version=5))
+    batch = p.sink.cut(step)
+    assert len(batch.samples if batch else []) == shipped
+    assert {k: v for k, v in p.episodes.take_counts().items() if v} == {"shipped": 2} if shipped else {"stale": 2}
+    assert arena.stats()["blocks"] == shipped
+    p.ledger.release(batch.samples if batch else [])
+
+
+def test_a_batch_by_tokens_is_cut_when_they_are_together(tmp_path, arena, worker, parts):
+    p = parts(tree(tmp_path, token_batch_size=50, group_size=2, max_inflight=8), [Client(worker)])
+    assert p.sink.weight(2) == 128.0  # nothing seen yet: seq_len each
+    for number in range(2):
+        p.sink.add(group_of(p, worker, [1.0, 0.0], number=number))
+    assert (p.sink.pending, p.sink.cut(1)) == (40, None)
+    assert p.sink.weight(3) == 30.0
+    p.sink.add(group_of(p, worker, [1.0, 0.0, 0.5], number=2))
+    p.sink.add(group_of(p, worker, [1.0, 0.0], number=3))
+    batch = p.sink.cut(1)
+    assert sum(s.T for s in batch.samples) == 60
+    assert p.sink.pending == 20
+    p.sink.close()
+    p.ledger.release(batch.samples)
+    assert arena.stats()["blocks"] == 0
+
+
+def test_what_is_too_long_is_cut_by_count(tmp_path, arena, worker, parts):
+    p = parts(tree(tmp_path, batch_size=2, group_size=2, seq_len=16), [Client(worker)])
+    p.sink.add(group_of(p, worker, [1.0, 0.0], T=20, S=12))
+    batch = p.sink.cut(1)
+    assert [(s.T, s.S) for s in batch.samples] == [(16, 12), (16, 12)]
+    p.ledger.release(batch.samples)
+
+
+def test_a_sample_without_sampled_tokens_is_released(tmp_path, arena, worker, parts):
+    p = parts(tree(tmp_path, batch_size=2, group_size=2), [Client(worker)])
+    p.sink.add(group_of(p, worker, [1.0, 0.0], S=0))
+    assert arena.stats()["blocks"] == 0
+    assert p.episodes.take_counts()["filtered"] == 2
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fields", "missing"),
+    [
+        ({"top_p": 0.95, "top_k": 64}, ("routing",), "mask"),
+        ({"top_p": 1.0, "top_k": -1}, ("routing",), None),
+        ({"top_p": 1.0, "top_k": -1}, (), "routing"),
+    ],
+)
+def test_a_field_the_trainer_replays_must_be_there_in_the_first_group(
+    tmp_path, worker, parts, sampling, fields, missing
+):
+    sources = [
+        {"name": "a", "sampling": sampling | {"max_tokens": 8}},
+        {"name": "b", "sampling": {"top_k": 8, "max_tokens": 8}},
+    ]
+    run = tree(tmp_path, sources=sources, batch_size=2)
+    trainer = run.trainer.model_copy(update={"router_replay": True, "sampling_replay": True})
+    p = parts(run.model_copy(update={"trainer": trainer}), [Client(worker), Client(worker)])
+    result = EpisodeResult(True, "t", samples=(Sample((), T=10, S=6, R=9, fields=fields),))
+    said = pytest.raises(RunError, match=f"source 'a': a sample of task t .T = 10, S = 6. came without {missing}")
+    with said if missing else nullcontext():
+        p.sink._require_fields(p.sources[0], result)
+
+
+def test_pass_at_k_is_the_unbiased_estimate():
+    assert pass_at(1, [1.0, 0.0, 0.0, 0.0]) == 0.25
+    assert pass_at(2, [1.0, 1.0, 0.0, 0.0]) == pytest.approx(1 - 1 / 6)
+    assert pass_at(4, [0.0, 0.0, 0.0, 1.0]) == 1.0
+    assert pass_at(2, [0.99, 0.0]) == 0.0
+
+
+async def test_an_evaluation_keeps_scores_and_releases_every_block(tmp_path, arena, worker, parts):
+    evals = [{"name": "e", "num_examples": 3, "rollouts_per_example": 2}]
+    run = tree(tmp_path, evals=evals, max_inflight=2)
+    p = parts(run, [Client(worker)])
+    client = Client(
+        worker, lambda call: ErrorInfo("EngineError", "503") if call == 5 else [1.0, 0.0, 1.0, 1.0, 0.5][call]
+    )
+    sink = EvalSink(Source(run, 1, client), p.ledger, p.episodes, "a")
+    metrics = await sink.evaluate(7)
+    assert metrics == {
+        "eval/e/reward": 3.5 / 5, "eval/e/failed": 1.0, "eval/e/pass@1": 0.75, "eval/e/pass@2": 1.0,
+    }  # fmt: skip
+    assert {(asked[4], asked[1]["version"]) for asked in client.asked} == {("eval", 7)}
+    assert [asked[0] for asked in client.asked] == ["eval0", "eval0", "eval1", "eval1", "eval2", "eval2"]
+    stats = arena.stats()
+    assert (stats["created"], stats["freed"], stats["blocks"]) == (5, 5, 0)
+    assert sum(p.episodes.take_counts().values()) == 0
+
+
+async def test_reply_bytes_do_not_depend_on_the_length(tmp_path, worker, parts):
+    from shmrl.payload import sample_to_wire
+    from shmrl.wire import pack
+
+    sizes = []
+    for T in (100, 20_000):
+        p = parts(tree(tmp_path, batch_size=2, group_size=2, seq_len=32_768), [Client(worker, T=T)])
+        batch = await collect(p, 1)
+        sizes.append(max(len(pack(sample_to_wire(s))) for s in batch.samples))
+        p.ledger.release(batch.samples)
+        await finish(p)
+    assert sizes[1] - sizes[0] <= 32
+    assert sizes[1] <= 512

@@ -1,0 +1,272 @@
+"""Engine wire forms, recorded and made up, and a conversation over turns."""
+
+import base64
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmrl.errors import PayloadError
+from shmrl.payload import BranchBuilder
+from shmrl.payload.ingest import head_rows, logprobs_content, mask_from_logprobs, mask_rows, routed_experts
+from tests.payload.branches import routes
+
+RECORDED = Path(__file__).parent.parent / "data" / "vllm"
+
+
+def choice(name):
+    return json.loads((RECORDED / f"{name}.json").read_text())["choices"][0]
+
+
+def npy(array):
+    out = io.BytesIO()
+    np.save(out, array)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def raw(array, dtype="<i4"):
+    return base64.b64encode(array.astype(dtype).tobytes()).decode()
+
+
+def test_every_form_gives_the_same_rows():
+    rows = np.stack([np.random.default_rng(i).permutation(128)[:8] for i in range(64 * 48)]).reshape(64, 48, 8)
+    rows = rows.astype(np.uint8)
+    described = {"data": raw(rows, "u1"), "shape": [64, 48, 8], "dtype": "uint8", "start": 5}
+    for value, start in (
+        (npy(rows), None),
+        (raw(rows), None),
+        (described, 5),
+        (described | {"data": rows.tobytes(), "start": None}, None),
+        (rows, None),
+    ):
+        got, where = routed_experts(value, layers=48, top_k=8)
+        assert where == start
+        assert np.array_equal(got, rows)
+
+
+def test_long_base64():
+    rows = np.random.default_rng(0).integers(0, 128, (16_384, 48, 8)).astype(np.uint8)
+    text = raw(rows, "u1")
+    assert (rows.nbytes, len(text)) == (6_291_456, 8_388_608)
+    got, _ = routed_experts({"data": text, "shape": rows.shape, "dtype": "u1"})
+    assert np.array_equal(got, rows)
+
+
+@pytest.mark.parametrize("n", range(8))
+def test_base64_of_every_length(n):
+    data = bytes(range(200, 200 + n))
+    got, _ = routed_experts({"data": base64.b64encode(data).decode(), "shape": [n, 1, 1], "dtype": "u1"})
+    assert got.tobytes() == data
+
+
+def test_double_base64_is_refused():
+    rows = routes(40, L=4, K=2)
+    twice = base64.b64encode(raw(rows).encode()).decode()
+    with pytest.raises(PayloadError, match="base64 of base64"):
+        routed_experts({"data": twice, "shape": rows.shape, "dtype": "i4"})
+    with pytest.raises(PayloadError, match="bytes for shape"):
+        routed_experts(base64.b64encode(raw(routes(41, L=4, K=2)).encode()).decode(), layers=4, top_k=3)
+    with pytest.raises(PayloadError):
+        routed_experts(base64.b64encode(npy(rows).encode()).decode())
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("hello there", "unknown wire form str: 'hello there'"),
+        (b"\x93NUMPY", "unknown wire form bytes"),
+        (7, "unknown wire form int: '7'"),
+        ("k05VTVBZ????", "not base64: 12 characters, stopped at 8"),
+        ("k05VTVBZAQ", "not base64"),
+        ({"data": "AAAA"}, "lacks"),
+        ({"data": "AAAA", "shape": [1, 1, 1], "dtype": "f4"}, "expected integers"),
+        ({"data": "AAAA", "shape": [1, 1, 1], "dtype": "i4"}, "3 bytes for shape"),
+        (np.zeros((3, 4)), "expected integers"),
+    ],
+)
+def test_what_nobody_sends(value, words):
+    with pytest.raises(PayloadError, match=words):
+        routed_experts(value)
+
+
+def test_npy_that_cannot_be_routing():
+    with pytest.raises(PayloadError, match="Fortran"):
+        routed_experts(npy(np.asfortranarray(np.zeros((3, 2, 2), np.uint8))))
+    with pytest.raises(PayloadError, match="expected integers"):
+        routed_experts(npy(np.zeros((3, 2, 2), np.float32)))
+    with pytest.raises(PayloadError, match=r"expected integers \[n, 48, K\]"):
+        routed_experts(npy(np.zeros((3, 2, 2), np.uint8)), layers=48)
+    whole = base64.b64decode(npy(np.zeros((3, 2, 2), np.uint8)))
+    with pytest.raises(PayloadError, match="11 bytes for shape"):
+        routed_experts(base64.b64encode(whole[:-1]).decode())
+
+
+def test_recorded_032_answer():
+    answer = choice("v0.32.0_v2_generate_topk_topp_minp")
+    rows, start = routed_experts(answer["routed_experts"])
+    assert (rows.shape, rows.dtype, start) == ((17, 4, 2), np.uint8, None)
+    assert rows[0].tolist() == [[4, 7], [6, 7], [7, 6], [0, 6]]
+    tokens, logprobs, top = logprobs_content(answer["logprobs"]["content"])
+    assert tokens == answer["token_ids"] == [407, 329, 421, 407, 69, 471]
+    assert mask_from_logprobs(top) == answer["sampling_mask"]  # the derived set is the engine's own
+    ids, counts = mask_rows(answer["sampling_mask"])
+    assert counts.tolist() == [17, 19, 13, 16, 17, 18]
+    assert ids[:3].tolist() == [19, 77, 81]
+    head_ids, head_logprobs = head_rows(top, tokens, 40)
+    assert head_ids.shape == (6, 41)
+    assert head_ids[:, 0].tolist() == tokens
+    assert np.allclose(head_logprobs[:, 0], logprobs)
+    assert np.allclose(np.exp(head_logprobs[:, 1:].astype(float)).sum(1), 1, atol=1e-4)
+    assert np.isneginf(head_logprobs[0]).sum() == 40 - 17
+
+
+def test_recorded_030_answer():
+    answer = choice("v0.30.0_v1runner_processed_inference_v1_generate")
+    rows, _ = routed_experts(answer["routed_experts"])
+    assert rows.shape == (15, 4, 2)
+    tokens, _, top = logprobs_content(answer["logprobs"]["content"])
+    assert tokens == [377, 250, 290, 454]
+    ids, _ = head_rows(top, tokens, 3)
+    assert ids[0].tolist() == [377, 179, 483, 377]  # sampled first, then the top 3 by probability
+
+
+def test_head_layouts():
+    top = [([7, 2, 9], [-0.2, -2.1, -3.0]), ([4, 7, 2, 9], [-6.0, -0.2, -2.1, -9999.0])]
+    ids, logprobs = head_rows(top, [7, 4], 3)
+    assert ids.tolist() == [[7, 7, 2, 9], [4, 7, 2, 9]]
+    assert logprobs[0].tolist() == pytest.approx([-0.2, -0.2, -2.1, -3.0])
+    assert np.isneginf(logprobs[1, 3])
+    plain, _ = head_rows(top, None, 3)
+    assert plain.tolist() == [[7, 2, 9], [7, 2, 9]]
+
+
+@pytest.mark.parametrize(
+    ("top", "position"),
+    [
+        ([([1, 2], [-0.1, None])], (0, 1)),
+        ([([1, 2], [-0.1, -0.2]), ([1], [-0.1])], 1),
+        ([([3, 2], [-0.1, -0.2])], 0),
+    ],
+)
+def test_heads_that_are_incomplete(top, position):
+    with pytest.raises(PayloadError) as caught:
+        head_rows(top, [1] * len(top), 2)
+    assert (caught.value.field, caught.value.position) == ("head", position)
+
+
+def test_null_logprobs_and_text_tokens_are_refused():
+    with pytest.raises(PayloadError, match="null at position 1"):
+        logprobs_content([{"token_id": 1, "logprob": -0.1}, {"token_id": 2, "logprob": None}])
+    with pytest.raises(PayloadError, match="no token id at position 0: 'A'"):
+        logprobs_content([{"token": "A", "logprob": -0.1}])
+    with pytest.raises(PayloadError, match="None at position 1"):
+        mask_rows([[1], None])
+    assert [part.tolist() for part in mask_rows([[5, 9], [5], [7, 7, 2]])] == [[5, 9, 5, 7, 7, 2], [2, 1, 3]]
+
+
+# ------------------------------------------------------------------------------------------------------ conversations
+
+
+@dataclass
+class Answer:
+    token_ids: list[int]
+    total: int = 0
+    start: int = 0
+    salt: int = 0
+    finish_reason: str = "stop"
+    version: Any = "step-3"
+    logprobs: list[float] = field(init=False)
+
+    def __post_init__(self):
+        self.logprobs = [-0.5] * len(self.token_ids)
+        self.top_logprobs = [([t, t + 1], [-0.5, -1.0]) for t in self.token_ids]
+        self.routed_experts = npy(routes(self.total, salt=self.salt).astype(np.uint8)[self.start : -1])
+        self.sampling_mask = [[t, t + 1] for t in self.token_ids]
+        self.weight_versions = [(self.version, 0, len(self.token_ids))]
+
+
+def builder():
+    return BranchBuilder(num_experts=8, layers=[0, 1], top_k=2, head_k=2, mask=True)
+
+
+def test_three_turns_with_an_abort():
+    b = builder()
+    b.add_turn([1, 2, 3, 4], Answer([5, 6, 7], total=7))
+    assert b.covered == 6
+    aborted = Answer([10, 11], total=11, salt=1, finish_reason="abort")
+    b.add_turn([1, 2, 3, 4, 5, 6, 7, 8, 9], aborted)
+    b.add_turn(list(range(1, 12)), Answer([12], total=12, start=10, salt=2, version=4))
+    branch = b.branch({"source": "math", "top_p": 0.9})
+    assert branch.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert branch.loss_mask.tolist() == [False] * 4 + [True] * 3 + [False] * 2 + [True] * 3
+    expected = np.concatenate([routes(6), routes(12, salt=1)[6:10], routes(12, salt=2)[10:11]])
+    assert np.array_equal(branch.rows["routing"].values, expected)
+    assert branch.rows["head_ids"].values[:, 0].tolist() == [5, 6, 7, 10, 11, 12]
+    assert branch.rows["mask"].counts.tolist() == [2] * 6
+    assert (branch.meta["version_start"], branch.meta["version_end"]) == (3, 4)
+    assert branch.meta["head_has_sampled"]
+
+
+def test_untrained_turns_leave_no_rows():
+    b = builder()
+    b.add_turn([1, 2], Answer([3, 4], total=4))
+    b.add_turn([1, 2, 3, 4, 5], Answer([6], total=6), trainable=False)
+    branch = b.branch({})
+    assert branch.loss_mask.tolist() == [False, False, True, True, False, False]
+    assert branch.logprobs.tolist() == [0, 0, -0.5, -0.5, 0, 0]
+    assert (branch.S, branch.R) == (2, 5)
+    assert branch.rows["head_ids"].count == branch.rows["mask"].count == 2
+
+
+def test_an_empty_turn_changes_nothing():
+    b = builder()
+    b.add_turn([1, 2], Answer([3, 4], total=4))
+    empty = Answer([], total=6)
+    empty.routed_experts = None
+    b.add_turn([1, 2, 3, 4, 5], empty)
+    assert b.branch({}).tokens.tolist() == [1, 2, 3, 4]
+
+
+def test_another_prompt_is_another_branch():
+    b = builder()
+    b.add_turn([1, 2], Answer([3, 4], total=4))
+    assert b.extends([1, 2, 3, 4, 9])
+    assert not b.extends([1, 2, 9])
+    with pytest.raises(PayloadError, match="leaves the branch at position 2 of 4"):
+        b.add_turn([1, 2, 9, 9, 9], Answer([5], total=6))
+    with pytest.raises(PayloadError, match="leaves the branch at position 3 of 4"):
+        b.add_turn([1, 2, 3], Answer([5], total=4))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"routed_experts": None}, "routing: the engine returned none"),
+        ({"routed_experts": npy(routes(9).astype(np.uint8))}, "routing: 9 rows for 4 tokens"),
+        ({"routed_experts": npy(routes(1).astype(np.uint8))}, "routing: 1 rows for 4 tokens, of which 0"),
+        ({"top_logprobs": None}, "head: 0 rows for 2"),
+        ({"sampling_mask": [[3]]}, "mask: 1 kept sets for 2"),
+        ({"logprobs": [-0.1]}, "logprobs: 1 for 2"),
+        ({"weight_versions": [("main", 0, 2)]}, "has no number"),
+    ],
+)
+def test_answers_that_do_not_fit_their_tokens(change, words):
+    answer = Answer([3, 4], total=4)
+    for name, value in change.items():
+        setattr(answer, name, value)
+    with pytest.raises(PayloadError, match=words):
+        builder().add_turn([1, 2], answer)
+
+
+def test_no_mask_from_the_engine_means_no_restriction():
+    answer = Answer([3, 4], total=4)
+    answer.sampling_mask = None
+    b = builder()
+    b.add_turn([1, 2], answer)
+    assert b.branch({"top_p": 1.0}).rows["mask"].counts.tolist() == [0, 0]
+    with pytest.raises(PayloadError, match="no kept ids at position 2"):
+        b.branch({"top_p": 0.9})

@@ -1,0 +1,48 @@
+"""The torch adapter: types, values, ownership."""
+
+import numpy as np
+import pytest
+
+from shmrl.payload import Branch, assemble, encode
+from shmrl.types import MicroBatch
+from tests.payload.branches import make
+
+torch = pytest.importorskip("torch")
+TAG = "run1/src/g/e"
+
+
+def test_values_and_types(arena):
+    sample = encode(arena, make(9, 3), tag=TAG)
+    batch = assemble(arena, MicroBatch((sample,), padding=3))
+    tensors = batch.torch()
+    for name, dtype in (
+        ("tokens", torch.int64), ("positions", torch.int64), ("seq_lens", torch.int64), ("loss_mask", torch.bool),
+        ("logprobs", torch.float32), ("routing", torch.uint8), ("routing_covered", torch.bool),
+        ("head_ids", torch.int32), ("head_logprobs", torch.float32), ("mask_ids", torch.int32), ("mask_counts", torch.int32),
+    ):  # fmt: skip
+        assert getattr(tensors, name).dtype == dtype, name
+        assert np.array_equal(getattr(tensors, name).numpy(), getattr(batch, name)), name
+    assert (tensors.layers, tensors.num_experts, tensors.head_has_sampled) == ((0, 1), 8, False)
+
+
+@pytest.mark.parametrize(("E", "dtype"), [(512, torch.int32), (65_537, torch.int64)])
+def test_wide_ids_widen_to_signed_types(arena, E, dtype):
+    routing = [[[E - 1, 5]], [[0, min(40_000, E - 2)]]]
+    sample = encode(arena, Branch([1, 2, 3], [0] * 3, [0.0] * 3, routing=routing, num_experts=E), tag=TAG)
+    batch = assemble(arena, MicroBatch((sample,), padding=3))
+    tensor = batch.torch().routing
+    assert tensor.dtype == dtype
+    assert tensor.max().item() == E - 1
+    assert np.array_equal(tensor.numpy(), batch.routing)
+
+
+def test_tensors_own_their_memory(arena):
+    sample = encode(arena, make(9, 3), tag=TAG)
+    batch = assemble(arena, MicroBatch((sample,)))
+    before = {name: batch.fields[name].copy() for name in ("routing", "head_ids")}
+    tensors = batch.torch()
+    tensors.routing.zero_()
+    tensors.tokens.zero_()
+    assert np.array_equal(batch.routing, before["routing"])
+    batch.head_ids[:] = -1
+    assert np.array_equal(tensors.head_ids.numpy(), before["head_ids"])
