@@ -56,8 +56,7 @@ typedef struct {
 uint64_t srl_ctl_size(uint64_t capacity, uint32_t max_blocks);
 uint64_t srl_ctl_fixed_size(uint32_t max_blocks); /* what must be committed before srl_format */
 uint32_t srl_max_blocks(uint64_t capacity);
-void srl_format(void *ctl, uint64_t capacity, const srl_header *given); /* everything but the magic */
-void srl_publish(void *ctl);                                            /* the magic */
+void srl_format(void *ctl, uint64_t capacity, const srl_header *given); /* the magic last */
 int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size);
 uint64_t srl_now_ns(int clock);
 
@@ -110,7 +109,6 @@ void srl_copy(void *to, const void *from, size_t nbytes, bool hot);
 void srl_copy_crc(void *to, const void *from, size_t nbytes, bool hot, uint32_t *crcs); /* one crc per SRL_PAGE */
 uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes);
 void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out); /* one crc per block */
-int64_t srl_crc_verify(const void *bytes, size_t nbytes, size_t block, const uint32_t *want); /* first bad block or -1 */
 
 static inline srl_block *srl_at(const srl_arena *a, uint32_t slot) { return a->blocks + slot; }
 

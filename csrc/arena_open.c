@@ -61,9 +61,8 @@ void srl_format(void *ctl, uint64_t capacity, const srl_header *given)
         h->bins[i] = SRL_NONE;
     for (unsigned i = 0; i < SRL_CELL_CLASSES; i++)
         h->cell_pages[i] = SRL_NONE;
+    srl_store_release(&h->magic, SRL_MAGIC);
 }
-
-void srl_publish(void *ctl) { srl_store_release(&((srl_header *)ctl)->magic, SRL_MAGIC); }
 
 int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size)
 {
@@ -72,13 +71,15 @@ int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size)
         return -EUCLEAN;
     if (srl_load_acquire(&h->magic) != SRL_MAGIC || h->version != SRL_VERSION)
         return -EUCLEAN;
+    uint64_t used = srl_load_acquire(&h->table_used); /* before what it is compared with: both only grow */
+    uint64_t table = srl_load_acquire(&h->table_committed), pages = srl_load_acquire(&h->committed_pages);
     uint64_t capacity = h->capacity;
     if (capacity == 0 || capacity % SRL_PAGE || capacity / SRL_PAGE >= SRL_NONE ||
         h->max_blocks != srl_max_blocks(capacity) || h->ctl_size != srl_ctl_size(capacity, h->max_blocks) ||
         h->ctl_size > ctl_size || h->max_pages != pages_of(capacity) || h->pending_off != pending_off() ||
         h->pages_off != pages_off(h->max_blocks) || h->blocks_off != blocks_off(capacity, h->max_blocks) ||
-        h->max_processes == 0 || h->max_processes > SRL_MAX_PROCESSES || h->committed_pages > h->max_pages ||
-        h->table_committed > h->max_blocks || h->table_used > h->table_committed)
+        h->max_processes == 0 || h->max_processes > SRL_MAX_PROCESSES || pages > h->max_pages ||
+        table > h->max_blocks || used > table)
         return -EUCLEAN;
     memset(a, 0, sizeof *a);
     a->h = h;

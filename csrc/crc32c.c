@@ -100,19 +100,3 @@ void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *ou
         nbytes -= n;
     }
 }
-
-int64_t srl_crc_verify(const void *bytes, size_t nbytes, size_t block, const uint32_t *want)
-{
-    const uint8_t *p = bytes;
-    for (int64_t i = 0; nbytes; i += 3) {
-        size_t n = nbytes < 3 * block ? nbytes : 3 * block;
-        uint32_t have[3];
-        srl_crc_blocks(p, n, block, have);
-        for (size_t j = 0; j * block < n; j++)
-            if (have[j] != want[(size_t)i + j])
-                return i + (int64_t)j;
-        p += n;
-        nbytes -= n;
-    }
-    return -1;
-}

@@ -1,7 +1,7 @@
 """The arena: one bounded pool of shared memory on a host, and the processes that hold blocks of it.
 
-Every other room sees `Arena` (create, attach and everything on blocks), `unlink(address)`, and the inspectors in `inspect`,
-`commands` and `doctor`, which need no process slot. Imports neither numpy nor torch.
+Every other room sees `Arena` (create, attach and everything on blocks), `unlink(address)`, and the inspectors in
+`inspect`, `commands` and `doctor`, which need no process slot. Imports neither numpy nor torch.
 """
 
 from shmrl.arena._arena import Block, View

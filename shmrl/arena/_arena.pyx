@@ -17,10 +17,10 @@ from posix.time cimport CLOCK_MONOTONIC
 from posix.unistd cimport close as close_fd, getpid
 
 import warnings
+from time import sleep
 
-from shmrl.arena import columns as tails
 from shmrl.errors import (
-    AlreadyFreed, ArenaClosed, ArenaCorrupt, ArenaError, ChecksumError, ForeignArena, NotOwner, NotSealed, PeerStalled,
+    AlreadyFreed, ArenaClosed, ArenaCorrupt, ArenaError, ForeignArena, NotOwner, NotSealed, PeerStalled,
     StaleHandle, TooManyProcesses, ViewsAlive,
 )
 from shmrl.types import HANDLE_VERSION, Handle
@@ -31,6 +31,7 @@ cdef extern from "errno.h":
 cdef extern from "fcntl.h" nogil:
     int posix_fallocate(int fd, int64_t offset, int64_t length)
 
+cdef uint32_t TAIL_MAGIC = 0x4C494154  # columns.MAGIC
 cdef uint64_t RELEASE_GIL_FROM = 65536  # bytes: shorter copies are over before another thread could start
 cdef uint64_t TICK_NS = 20_000_000  # a waiter looks at least this often: for the dead, and for frees without a wake
 cdef uint64_t LOCK_NS = 5_000_000_000  # how long cold operations wait for the allocator's lock
@@ -139,6 +140,19 @@ cdef class View:
         else:
             self._drop()
 
+    def _cut(self, uint64_t start, Py_ssize_t n):
+        """Narrows a fresh view to n bytes from start; both were checked against the columns table."""
+        if self.n - <Py_ssize_t> start < n or n < 0:
+            raise ArenaCorrupt(f"{self.handle!r}: {n} bytes at {start} of {self.n}")
+        self.at += start
+        self.n = n
+
+    def _tail(self):
+        """What lies behind the payload -> (tail bytes, its crc32c in the descriptor, sealed with checksums)."""
+        cdef srl_block *b = self.core.a.blocks + self.slot
+        tail = PyBytes_FromStringAndSize(<const char *> (self.core.data + b.offset + aligned(b.nbytes)), b.tail_nbytes)
+        return tail, b.crc, not (b.word >> 16) & SRL_UNCHECKED
+
     def __reduce__(self):
         raise TypeError("a view is memory of this process; send its handle")
 
@@ -155,6 +169,7 @@ cdef class Block:
     cdef int exports              # live buffers: their bytes cannot go back to the pool
     cdef bint open, abandoned, held
     cdef readonly object handle   # None until sealed
+    cdef readonly str tag
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         if not self.open:
@@ -193,10 +208,19 @@ cdef class Block:
         self.core._alive()
         cdef uint32_t crc = 0, tail = 0
         if columns is not None:
-            tail = self.core._write_columns(self, columns, checksum, &crc)
+            tail = self._append(self.core._make_tail(self, columns, checksum), &crc)
         elif checksum:
             tail = self.core._write_checksums(self, &crc)
         return self._publish(tail, crc, checksum)
+
+    cdef uint32_t _append(self, bytes tail, uint32_t *crc) except? 0:
+        cdef Py_ssize_t n = len(tail)
+        if aligned(self.n) - self.n + <uint64_t> n > self.room:
+            raise ValueError(f"columns and checksums of {n} bytes do not fit the {self.room} behind the payload: "
+                             "24 columns, and a checksum per 512 bytes")
+        memcpy(self.core.data + self.offset + aligned(self.n), PyBytes_AsString(tail), n)
+        crc[0] = srl_crc32c(0, PyBytes_AsString(tail), n)
+        return <uint32_t> n
 
     cdef object _publish(self, uint32_t tail, uint32_t crc, bint checked):
         cdef int rc = srl_seal(&self.core.a, self.slot, self.generation, tail, crc, checked)
@@ -207,7 +231,7 @@ cdef class Block:
                 self.held = True  # a writable array is still about: its bytes may not become another block's
                 self.core.users += 1
         self.core._leave()
-        check(rc, f"block tagged for slot {self.slot}")
+        check(rc, f"block {self.tag}")
         return self.handle
 
     def free(self):
@@ -236,7 +260,7 @@ cdef class Block:
         if self.open:
             self.open = False
             self._free()
-            warnings.warn(f"a reserved block of {self.n} bytes was dropped without seal() or free()", ResourceWarning, 1)
+            warnings.warn(f"a reserved block of {self.n} bytes, tag {self.tag!r}, was dropped unsealed", ResourceWarning, 1)
 
 
 cdef class Core:
@@ -270,7 +294,12 @@ cdef class Core:
         if self.data == <uint8_t *> MAP_FAILED or self.a.holds == <srl_hold *> MAP_FAILED:
             self.data = NULL
             raise ArenaError(f"cannot map {self.data_nbytes} bytes of data (RLIMIT_AS?)")
-        check(srl_claim(&self.a, &self.live), "attach:")
+        for attempt in range(50):  # a slot that is being swept or claimed right now may be free in a moment
+            rc = srl_claim(&self.a, &self.live)
+            if rc != -EUSERS:
+                break
+            sleep(0.002)
+        check(rc, "attach:")
         self.attached = True
         srl_live_watch_forks(&self.live)
         self.node = self.a.h.node
@@ -423,7 +452,7 @@ cdef class Core:
             self._look_ahead(self.a.h.committed_pages * SRL_PAGE - self.a.h.used_bytes)
         cdef Block block = Block.__new__(Block)
         block.core, block.slot, block.generation, block.nonce = self, r.slot, r.generation, r.nonce
-        block.offset, block.n, block.room, block.open = r.offset, r.nbytes, r.room, True
+        block.offset, block.n, block.room, block.open, block.tag = r.offset, r.nbytes, r.room, True, tag
         self.users += 1
         return block
 
@@ -432,7 +461,7 @@ cdef class Core:
         cdef uint64_t began = srl_now_ns(CLOCK_MONOTONIC)
         cdef uint64_t patience = max(deadline, began + 250_000_000)
         cdef bint queued = False
-        cdef uint32_t seen
+        cdef uint32_t seen, ticks = 0
         cdef int rc
         self.users += 1
         try:
@@ -456,7 +485,9 @@ cdef class Core:
                     queued = self.waiting = True
                     srl_queue_enter(&self.a)
                     continue
-                self._raise_if_hopeless(r.nbytes)
+                if ticks % 25 == 0:
+                    self._raise_if_hopeless(r.nbytes)
+                ticks += 1
                 self._wait_a_tick(seen, deadline)
         finally:
             if queued:
@@ -526,37 +557,11 @@ cdef class Core:
     cdef uint32_t _close_tail(self, Block block, uint32_t *crc):
         """Header before the checksums of a payload without columns, and its own checksum."""
         cdef uint8_t *tail = self.data + block.offset + aligned(block.n)
-        cdef uint32_t[4] header = [<uint32_t> tails.MAGIC, 0, <uint32_t> ((block.n + SRL_PAGE - 1) // SRL_PAGE), 0]
+        cdef uint32_t[4] header = [TAIL_MAGIC, 0, <uint32_t> ((block.n + SRL_PAGE - 1) // SRL_PAGE), 0]
         memcpy(tail, header, 16)
         cdef uint32_t nbytes = 16 + 4 * header[2]
         crc[0] = srl_crc32c(0, tail, nbytes)
         return nbytes
-
-    cdef uint32_t _write_columns(self, Block block, columns, bint checksum, uint32_t *crc) except? 0:
-        cdef uint8_t *at = self.data + block.offset
-        cdef uint64_t step, offset, size
-        planned, count = tails.plan(columns, block.n)
-        crcs = bytearray(4 * count if checksum else 0)
-        cdef uint32_t rest = 0
-        cdef uint32_t *out = NULL
-        cdef Py_buffer raw
-        if checksum:
-            PyObject_GetBuffer(crcs, &raw, PyBUF_SIMPLE)
-            for column in planned:
-                offset, size, step = column.offset, column.nbytes, column.row_nbytes * column.rows_per_crc
-                out = <uint32_t *> raw.buf + <uint32_t> column.first
-                with nogil:
-                    srl_crc_blocks(at + offset, size, step, out)
-            PyBuffer_Release(&raw)
-            for start, stop in tails.gaps(planned, block.n):
-                rest = srl_crc32c(rest, at + <uint64_t> start, <uint64_t> (stop - start))
-        cdef bytes tail = tails.pack(planned, bytes(crcs), rest)
-        if aligned(block.n) - block.n + <uint64_t> len(tail) > block.room:
-            raise ValueError(f"{len(planned)} columns need {len(tail)} bytes behind the payload, there is room for {block.room}: "
-                             "24 columns and a checksum per 512 bytes")
-        memcpy(at + aligned(block.n), PyBytes_AsString(tail), len(tail))
-        crc[0] = srl_crc32c(0, PyBytes_AsString(tail), len(tail))
-        return <uint32_t> len(tail)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -578,87 +583,13 @@ cdef class Core:
         if b.span > self.data_nbytes or b.offset > self.data_nbytes - b.span or b.nbytes + b.tail_nbytes > b.span:
             raise ArenaCorrupt(f"{handle!r}: {b.nbytes} bytes in a span of {b.span} at {b.offset} of {self.data_nbytes}")
         view.at, view.n = self.data + b.offset, <Py_ssize_t> b.nbytes
-        if field is not None or rows is not None:
-            self._narrow(view, b, field, rows, verify)
-        elif verify:
-            self._verify(view, b)
+        if verify or field is not None or rows is not None:
+            self._narrow(view, verify, field, rows)
         return view
 
     def get_many(self, handles):
         """A list of views, in order; none if one of them cannot be had (same errors as get)."""
         return [self.get(handle) for handle in handles]
-
-    def columns(self, handle):
-        """The block's columns table -> tuple of Column (name, offset, rows, row_nbytes); () if it was sealed without."""
-        with self.get(handle) as view:
-            return self._tail((<View> view).handle, self.a.blocks + (<View> view).slot).columns
-
-    cdef object _tail(self, object handle, srl_block *b):
-        if b.tail_nbytes == 0:
-            return tails.Tail((), b"", 0)
-        cdef const uint8_t *at = self.data + b.offset + aligned(b.nbytes)
-        if srl_crc32c(0, at, b.tail_nbytes) != b.crc:
-            raise ChecksumError(f"{handle!r}: the columns table and checksums behind the payload were changed")
-        return tails.parse(PyBytes_FromStringAndSize(<const char *> at, b.tail_nbytes))
-
-    cdef int _narrow(self, View view, srl_block *b, object field, object rows, bint verify) except -1:
-        tail = self._tail(view.handle, b)
-        if field is None or not tail.columns:
-            raise ValueError("rows= needs field=" if field is None else f"{view.handle!r} was sealed without columns")
-        column = next((c for c in tail.columns if c.name == field), None)
-        if column is None:
-            raise KeyError(f"{view.handle!r} has no column {field!r}; it has {[c.name for c in tail.columns]}")
-        start, stop = (0, column.rows) if rows is None else rows
-        if not 0 <= start <= stop <= column.rows:
-            raise ValueError(f"rows=({start}, {stop}) of {column.rows} rows of {field!r}")
-        if verify:
-            self._verify_column(view, b, tail, column, start, stop)
-        view.at += <uint64_t> (column.offset + start * column.row_nbytes)
-        view.n = (stop - start) * column.row_nbytes
-        return 0
-
-    cdef int _verify_column(self, View view, srl_block *b, tail, column, start, stop) except -1:
-        """The row blocks that [start, stop) touches, each to its end."""
-        if (b.word >> 16) & SRL_UNCHECKED:
-            raise ChecksumError(f"{view.handle!r} was sealed without checksums")
-        if start == stop:
-            return 0
-        first = start // column.rows_per_crc
-        last = min(-(-stop // column.rows_per_crc) * column.rows_per_crc, column.rows)
-        cdef uint64_t step = column.row_nbytes * column.rows_per_crc
-        cdef uint64_t offset = column.offset + first * step
-        cdef uint64_t n = column.offset + last * column.row_nbytes - offset
-        self._compare(view, column.name, view.at + offset, n, step, tail.crcs, column.first + first, first)
-        return 0
-
-    cdef int _compare(self, View view, name, const uint8_t *at, uint64_t n, uint64_t step, bytes crcs, skip, first) except -1:
-        cdef const uint32_t *want = <const uint32_t *> PyBytes_AsString(crcs) + <uint64_t> skip
-        cdef int64_t bad
-        with nogil:
-            bad = srl_crc_verify(at, n, step, want)
-        if bad >= 0:
-            raise ChecksumError(f"{view.handle!r}, field {name!r}: row block {first + bad} ({step} bytes each) does not match "
-                                "its crc32c")
-        return 0
-
-    cdef int _verify(self, View view, srl_block *b) except -1:
-        if (b.word >> 16) & SRL_UNCHECKED:
-            raise ChecksumError(f"{view.handle!r} was sealed without checksums")
-        tail = self._tail(view.handle, b)
-        cdef uint32_t rest = 0
-        if b.tail_nbytes == 0:
-            if srl_crc32c(0, view.at, b.nbytes) != b.crc:
-                raise ChecksumError(f"{view.handle!r}: the payload of {b.nbytes} bytes does not match its crc32c")
-            return 0
-        if not tail.columns and tail.crcs:
-            return self._compare(view, "", view.at, b.nbytes, SRL_PAGE, tail.crcs, 0, 0)
-        for column in tail.columns:
-            self._verify_column(view, b, tail, column, 0, column.rows)
-        for start, stop in tails.gaps(tail.columns, b.nbytes):
-            rest = srl_crc32c(rest, view.at + <uint64_t> start, <uint64_t> (stop - start))
-        if rest != tail.rest_crc:
-            raise ChecksumError(f"{view.handle!r}: the bytes outside its columns do not match their crc32c")
-        return 0
 
     # ------------------------------------------------------------------------------------------------------ ownership
 
@@ -757,16 +688,21 @@ cdef class Core:
 
     def _commit_table(self, uint64_t first, uint64_t end):
         """Commits descriptors [first, end) -> 0 or errno."""
-        cdef int rc = posix_fallocate(self.ctl_fd, <int64_t> (self.a.h.blocks_off + first * 256), <int64_t> ((end - first) * 256))
-        if rc:
-            return rc
-        return -srl_commit_table(&self.a, first, end, srl_now_ns(CLOCK_MONOTONIC) + LOCK_NS)
+        cdef int rc
+        cdef int64_t at = <int64_t> (self.a.h.blocks_off + first * 256)
+        self.users += 1
+        with nogil:
+            rc = posix_fallocate(self.ctl_fd, at, <int64_t> ((end - first) * 256))
+            if rc == 0:
+                rc = -srl_commit_table(&self.a, first, end, srl_now_ns(CLOCK_MONOTONIC) + LOCK_NS)
+        self._leave()
+        return rc
 
     def _header(self):
         """Header words that change and that do not -> dict."""
         self._alive()
         cdef srl_header *h = self.a.h
-        return dict(capacity=h.capacity, committed_pages=h.committed_pages, max_pages=h.max_pages, max_blocks=h.max_blocks,
+        return dict(capacity=h.capacity, boot=h.boot, committed_pages=h.committed_pages, max_pages=h.max_pages, max_blocks=h.max_blocks,
                     table_committed=h.table_committed, table_step=h.table_step, process=self.a.self, processes=h.max_processes)
 
     def _stats(self, exact):
@@ -779,19 +715,18 @@ cdef class Core:
         srl_get_stats(&self.a, &s)
         if exact:
             srl_unlock(&self.a)
-        return dict(blocks=s.blocks, used_bytes=s.used_bytes, peak_bytes=s.peak_bytes, committed_bytes=s.committed_bytes,
-                    capacity_bytes=s.capacity_bytes, created=s.created, freed=s.freed, orphaned=s.orphaned,
-                    spilled=s.spilled, waits=s.waits)
+        return counters(&s)
 
     def _table(self, exact):
         """(descriptors, processes): copies of their raw bytes; exact: under the allocator's lock."""
         self._alive()
         if exact:
             self._locked()
-        cdef uint64_t n = self.a.h.table_used * 256
-        blocks = PyBytes_FromStringAndSize(<char *> self.a.blocks, <Py_ssize_t> n)
-        if exact:
-            srl_unlock(&self.a)
+        try:
+            blocks = PyBytes_FromStringAndSize(<char *> self.a.blocks, <Py_ssize_t> (self.a.h.table_used * 256))
+        finally:
+            if exact:
+                srl_unlock(&self.a)
         return blocks, PyBytes_FromStringAndSize(<char *> self.a.processes, self.a.h.max_processes * 128)
 
     cdef int _locked(self) except -1:
@@ -821,6 +756,13 @@ cdef class Core:
         return lines if len(lines) == found else [*lines, f"... {found} faults in all"]
 
 
+cdef dict counters(srl_stats *s):
+    """The pinned keys of stats()."""
+    return dict(blocks=s.blocks, used_bytes=s.used_bytes, peak_bytes=s.peak_bytes, committed_bytes=s.committed_bytes,
+                capacity_bytes=s.capacity_bytes, created=s.created, freed=s.freed, orphaned=s.orphaned,
+                spilled=s.spilled, waits=s.waits)
+
+
 cdef object _listed(object handles):
     return (handles,) if isinstance(handles, bytes) else handles
 
@@ -838,6 +780,18 @@ def crc32c(data, crc=0):
         PyBuffer_Release(&source)
 
 
+def crc_blocks(data, uint64_t step):
+    """crc32c of every `step` bytes of a buffer -> little-endian uint32 of each, as bytes."""
+    cdef Py_buffer source
+    PyObject_GetBuffer(data, &source, PyBUF_SIMPLE)
+    cdef bytes out = PyBytes_FromStringAndSize(NULL, (source.len + step - 1) // step * 4)
+    cdef uint32_t *to = <uint32_t *> PyBytes_AsString(out)
+    with nogil:
+        srl_crc_blocks(source.buf, source.len, step, to)
+    PyBuffer_Release(&source)
+    return out
+
+
 def ctl_nbytes(capacity):
     """Size of the ctl file of an arena of this capacity, and how much of it is committed before anything else."""
     blocks = srl_max_blocks(capacity)
@@ -846,7 +800,7 @@ def ctl_nbytes(capacity):
 
 def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t boot, uint32_t max_processes, uint32_t table_step,
                uint64_t orphan_ttl_ns, bytes run_id):
-    """Writes a header without its magic into the start of a new ctl file (any writable buffer of 4,096 bytes or more)."""
+    """Writes the header of a new ctl file (any writable buffer of 4,096 bytes or more), its magic last."""
     cdef Py_buffer raw
     cdef srl_header given
     memset(&given, 0, sizeof(given))
@@ -856,14 +810,6 @@ def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t b
     given.orphan_ttl_ns = orphan_ttl_ns
     PyObject_GetBuffer(buffer, &raw, 1)  # PyBUF_WRITABLE
     srl_format(raw.buf, capacity, &given)
-    PyBuffer_Release(&raw)
-
-
-def publish_ctl(buffer):
-    """Writes the magic: from here on the arena can be attached."""
-    cdef Py_buffer raw
-    PyObject_GetBuffer(buffer, &raw, 1)  # PyBUF_WRITABLE
-    srl_publish(raw.buf)
     PyBuffer_Release(&raw)
 
 
@@ -881,10 +827,7 @@ def read_ctl(buffer):
         srl_get_stats(&a, &s)
         head = dict(id=PyBytes_FromStringAndSize(<char *> a.h.id, 16).hex(), run_id=(<bytes> a.h.run_id).decode(errors="replace"),
                     node=a.h.node, boot=a.h.boot, created_ns=a.h.created_ns, max_processes=a.h.max_processes)
-        stats = dict(blocks=s.blocks, used_bytes=s.used_bytes, peak_bytes=s.peak_bytes, committed_bytes=s.committed_bytes,
-                     capacity_bytes=s.capacity_bytes, created=s.created, freed=s.freed, orphaned=s.orphaned,
-                     spilled=s.spilled, waits=s.waits)
-        return (head, stats, PyBytes_FromStringAndSize(<char *> a.blocks, <Py_ssize_t> (a.h.table_used * 256)),
+        return (head, counters(&s), PyBytes_FromStringAndSize(<char *> a.blocks, <Py_ssize_t> (a.h.table_used * 256)),
                 PyBytes_FromStringAndSize(<char *> a.processes, a.h.max_processes * 128))
     finally:
         PyBuffer_Release(&raw)

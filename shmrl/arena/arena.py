@@ -1,6 +1,6 @@
 """`Arena`: files, growth, statistics and messages, around the hot half in the binding (`_arena.Core`).
 
-The launcher, or the node server of a node, creates; everybody attaches. Each process of a run has one, for its whole life.
+The launcher, or the node server of a node, creates; everybody attaches. Each process of a run has one, for life.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
+from shmrl.arena import columns as tails
 from shmrl.arena import files as names
 from shmrl.arena import memory, table
-from shmrl.arena._arena import Core, ctl_nbytes, format_ctl, lock_byte, publish_ctl
+from shmrl.arena._arena import Block, Core, View, ctl_nbytes, format_ctl, lock_byte
 from shmrl.arena.files import Files
-from shmrl.errors import ArenaCorrupt, ArenaFull, ChecksumError, ForeignArena, PeerDied, StaleHandle
+from shmrl.errors import ArenaCorrupt, ArenaError, ArenaFull, ChecksumError, ForeignArena, PeerDied, StaleHandle
 from shmrl.types import Handle
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class Arena(Core):
     ) -> Arena:
         """A new arena of `capacity` bytes (rounded up to 64 KiB), attached; removes dead arenas of this uid first.
 
-        backing: "shm", "memfd", or "file" in the directory `base`. orphan_ttl_s: blocks whose owner died are freed this long
-        after it was noticed (None: never). Errors: ArenaFull when mount, memory or a cgroup has less than that now, ValueError.
+        backing: "shm", "memfd", or "file" in the directory `base`. orphan_ttl_s: blocks whose owner died are freed this
+        long after it was noticed (None: never). ArenaFull when mount, memory or a cgroup has less now; ValueError.
         """
         nbytes = -(-memory.parse_size(capacity) // PAGE) * PAGE
         if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
@@ -98,6 +98,29 @@ class Arena(Core):
     def unlink(self) -> None:
         """Removes the names: nobody can attach any more, the attached go on. Idempotent."""
         self._files.unlink()
+
+    def close(self) -> None:
+        """Detaches this process: its unsealed blocks are freed, its sealed ones become orphans. Idempotent.
+
+        With live views the memory stays mapped, and held, until the last of them is gone.
+        """
+        if self._ahead is not None and self._ahead is not threading.current_thread():
+            self._ahead.join()
+        super().close()
+
+    # --------------------------------------------------------------------------------------------------------- columns
+
+    def columns(self, handle: Handle) -> tuple[tails.Column, ...]:
+        """The block's columns table, by offset; () if it was sealed without. StaleHandle, NotSealed, ChecksumError."""
+        with self.get(handle) as view:
+            return tails.of(view).columns
+
+    def _make_tail(self, block: Block, columns: Iterable[tuple[str, int, int, int]], checksum: bool) -> bytes:
+        with memoryview(block) as payload:
+            return tails.make(payload, columns, checksum)
+
+    def _narrow(self, view: View, verify: bool, field: str | None, rows: tuple[int, int] | None) -> None:
+        tails.narrow(view, verify, field, rows)
 
     # ---------------------------------------------------------------------------------------------------------- growth
 
@@ -169,18 +192,20 @@ class Arena(Core):
         held = ", ".join(f"{name}: {memory.human(row['bytes'])} in {row['blocks']} blocks" for name, row in top)
         refused = f"; it cannot grow: {self._refused[1]}" if self._refused else ""
         return ArenaFull(
-            f"no room for {memory.human(nbytes)} after {waited_s:.1f} s: {memory.human(stats['used_bytes'])} of "
-            f"{memory.human(stats['committed_bytes'])} committed ({memory.human(stats['capacity_bytes'])} capacity) are used "
-            f"by {stats['blocks']} blocks, {stats['orphaned']} of them orphans{refused}. Top holders: {held or 'none'}"
+            f"no room for {memory.human(nbytes)} after {waited_s:.1f} s: {memory.human(stats['used_bytes'])} "
+            f"of {memory.human(stats['committed_bytes'])} committed ({memory.human(stats['capacity_bytes'])} capacity) "
+            f"are used by {stats['blocks']} blocks, {stats['orphaned']} of them orphans{refused}. "
+            f"Top holders: {held or 'none'}"
         )
 
     def _raise_if_hopeless(self, nbytes: int) -> None:
         """PeerDied when every block is an orphan and nobody else is attached: no one is left who could free one."""
         stats = self._stats(False)
         if stats["blocks"] == stats["orphaned"] > 0 and not self._others_alive():
+            used = memory.human(stats["used_bytes"])
             raise PeerDied(
-                f"no room for {memory.human(nbytes)}: all {stats['blocks']} blocks ({memory.human(stats['used_bytes'])}) belong to "
-                "dead processes and nobody else is attached; adopt and free them, or discard their run"
+                f"no room for {memory.human(nbytes)}: all {stats['blocks']} blocks ({used}) belong to the dead and "
+                "nobody else is attached; adopt and free them, or discard their run"
             )
 
     # ------------------------------------------------------------------------------------------------------- inspection
@@ -188,17 +213,19 @@ class Arena(Core):
     def stats(self, by: str | None = None, exact: bool = False) -> dict[str, Any]:
         """Counters of the whole arena; `by` adds {"by": {key: {"blocks", "bytes"}}} whose bytes sum to used_bytes.
 
-        by: "source" | "step" | "field" | "holder". exact=True reads under the allocator's lock. used_bytes are the bytes
+        by: "source" | "step" | "field" | "holder". exact=True reads under the allocator's lock. used_bytes are what
         blocks take from the arena (payload, tail and rounding); created == freed + blocks.
         """
         out: dict[str, Any] = self._stats(exact)
         if by is not None:
-            if by not in _KEYS and by != "field":
+            if by not in table.KEYS and by != "field":
                 raise ValueError(f"by={by!r}: source, step, field or holder")
             raw, processes = self._table(exact)
             rows = list(table.blocks(raw))
             out["by"] = (
-                self._by_field(rows) if by == "field" else _grouped(rows, by, table.names(table.processes(processes)))
+                self._by_field(rows)
+                if by == "field"
+                else table.grouped(rows, by, table.names(table.processes(processes)))
             )
             if exact:
                 out["blocks"], out["used_bytes"] = len(rows), sum(row.span_bytes for row in rows)
@@ -210,9 +237,9 @@ class Arena(Core):
         for row in rows:
             rest = row.span_bytes
             for column in self._columns_of(row):
-                _count(out, column.name, column.nbytes)
+                table.count(out, column.name, column.nbytes)
                 rest -= column.nbytes
-            _count(out, "", rest)
+            table.count(out, "", rest)
         return out
 
     def _columns_of(self, row: table.BlockInfo) -> tuple[Any, ...]:
@@ -226,15 +253,17 @@ class Arena(Core):
         return self._handle_from(row.slot, row.generation, row.nonce, row.nbytes)
 
     def ls(self) -> list[dict[str, Any]]:
-        """Every block that is not free: slot, generation, state, flags, owner, nbytes, span_bytes, tag, age_s, holders, ..."""
+        """Every block that is not free: handle, state, flags, owner, held_by, nbytes, span_bytes, tag, age_s..."""
         raw, processes = self._table(False)
         now, who = time.clock_gettime_ns(time.CLOCK_BOOTTIME), table.names(table.processes(processes))
         return [{**row.row(now, who), "handle": str(self.handle_of(row))} for row in table.blocks(raw)]
 
     def holders(self, handle: Handle) -> dict[str, Any]:
         """Who has this block: the row of ls() for it. StaleHandle if it is gone."""
-        with self.get(handle):
-            return next(row for row in self.ls() if row["slot"] == handle.slot)
+        for row in self.ls():
+            if row["handle"] == str(handle):
+                return row
+        raise StaleHandle(f"{handle!r} is not in {self.address}")
 
 
 def unlink(address: str) -> None:
@@ -242,7 +271,7 @@ def unlink(address: str) -> None:
     names.parse(address).unlink()
 
 
-# ---------------------------------------------------------------------------------------------------------- create, attach
+# --------------------------------------------------------------------------------------------------- create, attach
 
 
 def _require(where: Files, nbytes: int) -> None:
@@ -251,7 +280,8 @@ def _require(where: Files, nbytes: int) -> None:
         return
     hint = ""
     if limit.name == str(names.SHM):
-        hint = f"; in a container start it with --shm-size={-(-nbytes // (1 << 20))}m or more (Kubernetes: an emptyDir of medium Memory)"
+        mib = -(-nbytes // (1 << 20))
+        hint = f"; start the container with --shm-size={mib}m or more (Kubernetes: an emptyDir of medium Memory)"
     raise ArenaFull(
         f"an arena of {nbytes} bytes ({memory.human(nbytes)}) does not fit: {limit.name} has {limit.free} bytes "
         f"({memory.human(limit.free)}) available{hint}"
@@ -263,11 +293,12 @@ def _made(cls: type[Arena], where: Files, nbytes: int, run_id: str, max_processe
     fds: list[int] = []
     try:
         fds.append(where.create("live"))
-        lock_byte(fds[0], 0)  # alive before there is anything a gc could take for garbage
+        if not lock_byte(fds[0], 0) or where.is_unlinked(fds[0]):
+            raise ArenaError(f"{where.address} was taken for garbage while it was made; create it again")
         fds.append(where.create("ctl"))
         _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns)
         fds.append(where.create("data"))
-        os.ftruncate(fds[2], nbytes)
+        where.size(fds[2], nbytes)
         arena = cls(where, (fds[0], fds[1], fds[2]), reader=None)
     except BaseException:
         where.unlink()
@@ -285,14 +316,13 @@ def _made(cls: type[Arena], where: Files, nbytes: int, run_id: str, max_processe
 
 def _format(where: Files, ctl: int, nbytes: int, run_id: str, max_processes: int, ttl_ns: int) -> None:
     size, fixed = ctl_nbytes(nbytes)
-    os.ftruncate(ctl, size)
+    where.size(ctl, size)
     os.posix_fallocate(ctl, 0, fixed)
     node, boot = names.node_of(where.directory)
     ident = bytes.fromhex(where.key[-32:])
     step = min(TABLE_STEP, max(1024, nbytes // 4096))
     with mmap.mmap(ctl, mmap.PAGESIZE) as header:
         format_ctl(header, nbytes, ident, node, boot, max_processes, step, ttl_ns, run_id.encode())
-        publish_ctl(header)
 
 
 def _first_commitments(arena: Arena, where: Files, nbytes: int) -> None:
@@ -305,9 +335,8 @@ def _first_commitments(arena: Arena, where: Files, nbytes: int) -> None:
         errno = arena._commit_data(0, first // PAGE)
     if errno or first < PAGE:
         _require(where, nbytes)
-        raise ArenaFull(
-            f"the first {memory.human(max(first, 0))} of an arena in {where.directory} were refused: {os.strerror(errno)}"
-        )
+        size = memory.human(max(first, 0))
+        raise ArenaFull(f"the first {size} of an arena in {where.directory} were refused: {os.strerror(errno)}")
     if first < min(FIRST_STEP, nbytes):
         log.warning(
             "arena %s: %s of %s committed, %s has no more",
@@ -332,39 +361,17 @@ def _attached(cls: type[Arena], where: Files, reader: int | None) -> Arena:
             raise ForeignArena(f"{where.address} is not on this host for uid {os.geteuid()}: {error}") from error
         raise
     arena = cls(where, (fds[0], fds[1], fds[2]), reader=reader)
-    if where.is_unlinked(fds[0]):
+    gone = where.is_unlinked(fds[0])
+    if gone or arena._header()["boot"] != names.node_of(where.directory)[1]:
         arena.close()
-        raise ForeignArena(f"{where.address} was removed while this process attached")
+        raise ForeignArena(
+            f"{where.address} " + ("was removed while this process attached" if gone else "is of an earlier boot")
+        )
     return arena
 
 
 def _process_name() -> bytes:
-    """What people see: the script or module and its first argument."""
-    argv = sys.orig_argv[1:] if len(sys.orig_argv) > 1 else sys.orig_argv
-    return " ".join(Path(part).name if "/" in part else part for part in argv[:4]).encode()[:80]
-
-
-_KEYS: dict[str, Callable[[table.BlockInfo, dict[int, str]], str]] = {
-    "source": lambda row, who: row.source,
-    "step": lambda row, who: "" if row.step is None else str(row.step),
-    "holder": lambda row, who: _holder(row, who),
-}
-
-
-def _holder(row: table.BlockInfo, who: dict[int, str]) -> str:
-    """One name per block: the first reader of a freed one, else the owner, else "orphans"."""
-    index = row.held_by[0] if row.state == "retired" and row.held_by else row.owner
-    return "orphans" if index is None else who.get(index, f"process {index}")
-
-
-def _grouped(rows: list[table.BlockInfo], by: str, who: dict[int, str]) -> dict[str, dict[str, int]]:
-    out: dict[str, dict[str, int]] = {}
-    for row in rows:
-        _count(out, _KEYS[by](row, who), row.span_bytes)
-    return out
-
-
-def _count(out: dict[str, dict[str, int]], key: str, nbytes: int) -> None:
-    entry = out.setdefault(key, {"blocks": 0, "bytes": 0})
-    entry["blocks"] += 1
-    entry["bytes"] += nbytes
+    """What people see: the module or script, and its first argument."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    first = spec.name if spec is not None else os.path.basename(sys.argv[0])
+    return " ".join([first, *sys.argv[1:2]]).encode()[:80]

@@ -1,12 +1,13 @@
-"""The tail behind a block's payload: columns table and checksums, as bytes and as values.
+"""The tail behind a block's payload: columns table and checksums. Making it at seal, reading and verifying by it.
 
-Used by the binding when it seals a block with columns and when it reads a field, and by the inspectors; in every process.
+Called by `Arena` when a block is sealed with columns and when a field is read or verified; in any attached process.
 
 Layout (little endian, at the first multiple of 8 behind the payload):
-    header  16 B: magic, number of columns, number of checksums, crc32c of the bytes in no column
-    column  64 B each: name (31 bytes at most), offset, rows, row_nbytes, first checksum, rows per checksum
-    checksums 4 B each: crc32c of every row block, column by column; without columns of every 64 KiB of the payload
-A row block has at most 64 KiB and at most 512 rows (a single row may be larger). The tail's own crc32c is in the descriptor.
+    header    16 B: magic, number of columns, number of checksums, crc32c of the bytes in no column
+    column    64 B each: name (31 bytes at most), offset, rows, row_nbytes, first checksum, rows per checksum
+    checksums  4 B each: crc32c of every row block, column by column; without columns of every 64 KiB of the payload
+A row block has at most 64 KiB and at most 512 rows (a single row may be larger). The descriptor has the tail's own
+crc32c, or the payload's, where a payload of at most 64 KiB has no columns and therefore no tail.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
-from shmrl.errors import ArenaCorrupt
+from shmrl.arena._arena import View, crc32c, crc_blocks
+from shmrl.errors import ArenaCorrupt, ChecksumError
 
 HEADER = struct.Struct("<IIII")
 COLUMN = struct.Struct("<32sQQQII")
@@ -44,25 +47,43 @@ class Column:
         return self.rows * self.row_nbytes
 
     @property
-    def crcs(self) -> int:
-        """How many checksums it has."""
-        return -(-self.rows // self.rows_per_crc)
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    @property
+    def step(self) -> int:
+        """Bytes under one checksum."""
+        return self.rows_per_crc * self.row_nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """A parsed tail: columns, the checksums as raw little-endian uint32, the crc of the bytes in no column."""
+    """A parsed tail: columns by offset, checksums as raw little-endian uint32, the crc of the bytes in no column."""
 
-    columns: tuple[Column, ...]
-    crcs: bytes
-    rest_crc: int
+    columns: tuple[Column, ...] = ()
+    crcs: bytes = b""
+    rest_crc: int = 0
 
 
-def plan(columns: Iterable[tuple[str, int, int, int]], nbytes: int) -> tuple[tuple[Column, ...], int]:
-    """(field, offset, row_nbytes, rows) in any order -> checked columns by offset, and how many checksums they need.
+# ----------------------------------------------------------------------------------------------------------- making it
+
+
+def make(payload: memoryview, columns: Iterable[tuple[str, int, int, int]], checksum: bool) -> bytes:
+    """The tail's bytes for (field, offset, row_nbytes, rows) in any order.
 
     ValueError names the column: outside the payload, overlapping another, a name twice or too long, row_nbytes < 1.
     """
+    table = plan(columns, payload.nbytes)
+    crcs, rest = b"", 0
+    if checksum:
+        crcs = b"".join(crc_blocks(payload[c.offset : c.end], c.step) for c in table)
+        rest = _rest_crc(payload, table)
+    rows = (COLUMN.pack(c.name.encode(), c.offset, c.rows, c.row_nbytes, c.first, c.rows_per_crc) for c in table)
+    return HEADER.pack(MAGIC, len(table), len(crcs) // 4, rest) + b"".join(rows) + crcs
+
+
+def plan(columns: Iterable[tuple[str, int, int, int]], nbytes: int) -> tuple[Column, ...]:
+    """Checked columns by offset, with their place among the checksums."""
     out: list[Column] = []
     first, end, names = 0, 0, set[str]()
     for name, offset, row_nbytes, rows in sorted(columns, key=lambda c: (c[1], c[2] * c[3])):
@@ -70,34 +91,39 @@ def plan(columns: Iterable[tuple[str, int, int, int]], nbytes: int) -> tuple[tup
             raise ValueError(f"column name {name!r}: 1 to {NAME_MAX} bytes, each once")
         if row_nbytes < 1 or rows < 0 or offset < 0 or offset + row_nbytes * rows > nbytes:
             raise ValueError(
-                f"column {name!r}: {rows} rows of {row_nbytes} bytes at offset {offset} do not fit the payload's {nbytes} bytes"
+                f"column {name!r}: {rows} rows of {row_nbytes} bytes at offset {offset}, in a payload of {nbytes} bytes"
             )
         if rows and offset < end:
             raise ValueError(f"column {name!r} at offset {offset} overlaps the column that ends at {end}")
         column = Column(name, offset, rows, row_nbytes, first, max(1, min(BLOCK_ROWS, BLOCK_NBYTES // row_nbytes)))
         out.append(column)
         names.add(name)
-        first += column.crcs
-        end = max(end, offset + column.nbytes)
-    return tuple(out), first
+        first += -(-rows // column.rows_per_crc)
+        end = max(end, column.end)
+    return tuple(out)
 
 
-def gaps(columns: Iterable[Column], nbytes: int) -> list[tuple[int, int]]:
-    """[start, stop) ranges of the payload that no column covers; `columns` by offset."""
-    out, at = [], 0
+def _rest_crc(payload: memoryview, columns: Iterable[Column]) -> int:
+    """crc32c of the bytes that no column covers, in order."""
+    crc = at = 0
     for column in columns:
         if column.offset > at:
-            out.append((at, column.offset))
-        at = max(at, column.offset + column.nbytes)
-    return out + ([(at, nbytes)] if at < nbytes else [])
+            crc = crc32c(payload[at : column.offset], crc)
+        at = max(at, column.end)
+    return crc32c(payload[at:], crc)
 
 
-def pack(columns: Iterable[Column], crcs: bytes, rest_crc: int) -> bytes:
-    """The tail's bytes."""
-    table = b"".join(
-        COLUMN.pack(c.name.encode(), c.offset, c.rows, c.row_nbytes, c.first, c.rows_per_crc) for c in columns
-    )
-    return HEADER.pack(MAGIC, len(table) // COLUMN.size, len(crcs) // 4, rest_crc) + table + crcs
+# ---------------------------------------------------------------------------------------------------------- reading it
+
+
+def of(view: View) -> Tail:
+    """The tail of a whole block's view. ChecksumError, ArenaCorrupt."""
+    raw, crc, _ = view._tail()
+    if not raw:
+        return Tail()
+    if crc32c(raw) != crc:
+        raise ChecksumError(f"{view.handle!r}: the columns table and checksums behind the payload were changed")
+    return parse(raw)
 
 
 def parse(raw: bytes) -> Tail:
@@ -116,3 +142,69 @@ def _column(raw: bytes, at: int) -> Column:
     if row_nbytes < 1 or per < 1:
         raise ArenaCorrupt(f"a column of rows of {row_nbytes} bytes, {per} rows per checksum")
     return Column(name.rstrip(b"\0").decode(errors="replace"), offset, rows, row_nbytes, first, per)
+
+
+def narrow(view: View, verify: bool, field: str | None, rows: tuple[int, int] | None) -> None:
+    """Cuts a whole block's view to rows [a, b) of a field; verify: compares the row blocks it touches, each to its end.
+
+    KeyError (no such field), ValueError (rows without field, no columns, out of range), ChecksumError.
+    """
+    if verify and not view._tail()[2]:
+        raise ChecksumError(f"{view.handle!r} was sealed without checksums")
+    if field is None:
+        if rows is not None:
+            raise ValueError("rows= needs field=: without a column a block has no rows")
+        return _verify_all(view)
+    tail = of(view)
+    column = _find(view, tail, field)
+    start, stop = (0, column.rows) if rows is None else rows
+    if not 0 <= start <= stop <= column.rows:
+        raise ValueError(f"rows=({start}, {stop}) of {column.rows} rows of {field!r} in {view.handle!r}")
+    if verify:
+        with memoryview(view) as payload:
+            _verify_rows(view, payload, tail, column, start, stop)
+    view._cut(column.offset + start * column.row_nbytes, (stop - start) * column.row_nbytes)
+    return None
+
+
+def _find(view: View, tail: Tail, field: str) -> Column:
+    for column in tail.columns:
+        if column.name == field:
+            return column
+    if not tail.columns:
+        raise ValueError(f"{view.handle!r} was sealed without columns, so there is no field {field!r}")
+    raise KeyError(f"{view.handle!r} has no column {field!r}; it has {[c.name for c in tail.columns]}")
+
+
+def _verify_all(view: View) -> None:
+    tail = of(view)
+    with memoryview(view) as payload:
+        if not tail.crcs and not tail.columns:
+            if crc32c(payload) != view._tail()[1]:
+                raise ChecksumError(f"{view.handle!r}: the payload of {len(view)} bytes does not match its crc32c")
+            return None
+        if not tail.columns:
+            return _compare(view, "payload", crc_blocks(payload, BLOCK_NBYTES), tail.crcs, 0)
+        for column in tail.columns:
+            _verify_rows(view, payload, tail, column, 0, column.rows)
+        if _rest_crc(payload, tail.columns) != tail.rest_crc:
+            raise ChecksumError(f"{view.handle!r}: the bytes outside its columns do not match their crc32c")
+    return None
+
+
+def _verify_rows(view: View, payload: memoryview, tail: Tail, column: Column, start: int, stop: int) -> None:
+    first, last = start // column.rows_per_crc, -(-stop // column.rows_per_crc)
+    if start == stop:
+        return
+    there = payload[column.offset + first * column.step : min(column.offset + last * column.step, column.end)]
+    want = tail.crcs[4 * (column.first + first) : 4 * (column.first + last)]
+    _compare(view, column.name, crc_blocks(there, column.step), want, first)
+
+
+def _compare(view: View, name: str, have: bytes, want: bytes, first: int) -> None:
+    if have != want:
+        _mismatch(view, name, first + next(i for i in range(len(have) // 4) if have[4 * i :][:4] != want[4 * i :][:4]))
+
+
+def _mismatch(view: View, name: str, block: int) -> NoReturn:
+    raise ChecksumError(f"{view.handle!r}, field {name!r}: row block {block} does not match its crc32c")

@@ -3,14 +3,17 @@
 Called by create, attach, unlink and the inspectors, in every process. An address says where they are:
     shm:<id>      /dev/shm/shmrl-<uid>-<id>.{live,ctl,data}, by posix_ipc
     file:<path>   <path>.{live,ctl,data}
-    memfd:<id>    no names: `memfd:shmrl-<id>-<part>` among the descriptors of this uid's processes, re-opened through /proc
+    memfd:<id>    no names: `memfd:shmrl-<id>-<part>` among the descriptors of this uid's processes, through /proc
 `live` is created first and its byte locked before `ctl` gets a magic: what has neither is garbage for anyone to remove.
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +55,12 @@ class Files:
         fd = self._open_named(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         os.fchmod(fd, 0o600)  # the umask applied
         return fd
+
+    def size(self, fd: int, nbytes: int) -> None:
+        """Gives a new part its final size; a memfd can then be resized by nobody (a truncate is a SIGBUS for all)."""
+        os.ftruncate(fd, nbytes)
+        if self.backing == "memfd":
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
     def open(self, part: str, *, write: bool) -> int:
         """A description of its own of an existing part. FileNotFoundError, PermissionError."""
@@ -110,7 +119,7 @@ def parse(address: str) -> Files:
 def listed() -> list[Files]:
     """Every named arena of this uid in /dev/shm, whole or not."""
     prefix = f"shmrl-{os.geteuid()}-"
-    names = {entry.name.rsplit(".", 1)[0] for entry in os.scandir(SHM) if entry.name.startswith(prefix)}
+    names = {name.rsplit(".", 1)[0] for name in os.listdir(SHM) if name.startswith(prefix)}
     return [Files("shm", name[len(prefix) :]) for name in sorted(names)]
 
 
@@ -147,13 +156,8 @@ def _reopen(fd: int, flags: int) -> int:
 
 def _find_memfd(name: str) -> str:
     """A /proc path of a memfd that some process of this uid has open. ForeignArena when there is none to be seen."""
-    for proc in os.scandir("/proc"):
-        if not proc.name.isdigit():
-            continue
-        try:
-            for fd in os.scandir(f"{proc.path}/fd"):
-                if os.readlink(fd.path).startswith(f"/memfd:{name}"):
-                    return fd.path
-        except OSError:  # gone, or another uid's
-            continue
+    for path in glob.iglob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):  # gone meanwhile, or another uid's
+            if os.readlink(path).startswith(f"/memfd:{name}"):
+                return path
     raise ForeignArena(f"no process of uid {os.geteuid()} in this pid namespace has {name} open")

@@ -1,7 +1,7 @@
 """How much memory an arena may take: mount, MemAvailable and every memory cgroup up to the root, with their names.
 
-Called by create() and before every step of growth, in whichever process needs the space. posix_fallocate past a cgroup's
-limit is an OOM kill and not an error, so the arithmetic comes first.
+Called by create() and before every step of growth, in whichever process needs the space. posix_fallocate past a
+cgroup's limit is an OOM kill and not an error, so the arithmetic comes first.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Block descriptors and process entries as values: what statistics, ls, holders and the inspectors are made of.
 
-Works on copies of raw bytes (csrc/arena_layout.h), so it runs in attached processes and in inspectors of dead arenas alike.
+Works on copies of raw bytes (csrc/arena_layout.h): in attached processes and in inspectors of dead arenas alike.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,8 +30,8 @@ class Process:
 class BlockInfo:
     """One block that is not free. `span_bytes` is what it takes from the arena, `nbytes` its payload.
 
-    Example: BlockInfo(slot=3, generation=0, state="ready", flags=("shipped",), owner=1, nbytes=6291456, span_bytes=6356992,
-             tag="run/reverse-text/g4/e17", age_s=12.5, readers=3, done=(0,), held_by=(2,), step=7, ...)
+    Example: BlockInfo(slot=3, generation=0, state="ready", flags=("shipped",), owner=1, nbytes=6291456,
+             span_bytes=6356992, tag="run/reverse-text/g4/e17", age_s=12.5, readers=3, done=(0,), ...)
     """
 
     slot: int
@@ -122,3 +122,33 @@ def _block(slot: int, f: tuple[Any, ...]) -> BlockInfo:
         nonce=f[3],
         tail_nbytes=f[7],
     )
+
+
+# ------------------------------------------------------------------------------------------------------------ grouping
+
+KEYS: dict[str, Callable[[BlockInfo, dict[int, str]], str]] = {
+    "source": lambda row, who: row.source,
+    "step": lambda row, who: "" if row.step is None else str(row.step),
+    "holder": lambda row, who: _holder(row, who),
+}
+
+
+def _holder(row: BlockInfo, who: dict[int, str]) -> str:
+    """One name per block: the first reader of a freed one, else the owner, else "orphans"."""
+    index = row.held_by[0] if row.state == "retired" and row.held_by else row.owner
+    return "orphans" if index is None else who.get(index, f"process {index}")
+
+
+def grouped(rows: Iterable[BlockInfo], by: str, who: dict[int, str]) -> dict[str, dict[str, int]]:
+    """{key: {"blocks", "bytes"}}; every block counts under exactly one key."""
+    out: dict[str, dict[str, int]] = {}
+    for row in rows:
+        count(out, KEYS[by](row, who), row.span_bytes)
+    return out
+
+
+def count(out: dict[str, dict[str, int]], key: str, nbytes: int) -> None:
+    """Adds one block of nbytes under a key."""
+    entry = out.setdefault(key, {"blocks": 0, "bytes": 0})
+    entry["blocks"] += 1
+    entry["bytes"] += nbytes

@@ -14,7 +14,8 @@ class Helper:
     """A fresh interpreter that runs `module.function(*args)` and speaks lines; `kill()` is SIGKILL."""
 
     def __init__(self, function, *args):
-        code = f"import importlib, sys; f = getattr(importlib.import_module({function.__module__!r}), {function.__name__!r}); f(*sys.argv[1:])"
+        call = f"getattr(importlib.import_module({function.__module__!r}), {function.__name__!r})(*sys.argv[1:])"
+        code = f"import importlib, sys; {call}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -51,6 +51,6 @@ def test_a_killed_writers_sealed_block_is_adopted(arena, helper):
 
 def test_full_names_the_holder(arena):
     handle = arena.put(bytes(40 << 20), tag="run/big")
-    with pytest.raises(ArenaFull, match=r"no room for 40\.0 MiB after 0\.\d s.*pytest"):
+    with pytest.raises(ArenaFull, match=r"no room for 40\.0 MiB after 0\.\d s.*40\.\d MiB in 1 blocks"):
         arena.put(bytes(40 << 20), timeout_s=0.05)
     arena.free(handle)

@@ -11,6 +11,7 @@ from shmrl.orchestrator.episodes import Episodes
 from shmrl.orchestrator.ledger import Ledger
 from shmrl.orchestrator.sinks import TrainSink
 from shmrl.orchestrator.sources import Source
+from tests.env.conftest import model_dir  # noqa: F401 (a fixture: a tokenizer and a router's shape)
 
 
 @pytest.fixture
@@ -54,7 +55,8 @@ def parts(arena):
 
 async def collect(parts, step):
     """What the loop does to get a batch."""
-    parts.dispatcher.collecting(step)
+    if parts.dispatcher.step < step:
+        parts.dispatcher.collecting(step)
     running = asyncio.create_task(parts.dispatcher.run())
     try:
         async with asyncio.timeout(20):
@@ -63,6 +65,7 @@ async def collect(parts, step):
                 if parts.dispatcher.failure:
                     raise parts.dispatcher.failure
                 if (batch := parts.sink.cut(step)) is not None:
+                    parts.dispatcher.collecting(step + 1)
                     return batch
                 parts.dispatcher.wake()
                 await parts.wake.wait()

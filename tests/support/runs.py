@@ -50,6 +50,8 @@ head = 4
 interval = 1
 """
 
+SLOW = TINY.replace('"reverse-text", args = {', '"tests.support.slow_env:SlowReverseText", args = { delay_s = 0.7,')
+
 
 def free_ports(count):
     """The first of `count` consecutive free ports below the range the kernel hands out by itself."""
@@ -60,7 +62,9 @@ def free_ports(count):
 
 
 def _free(port):
+    """Nobody listens there (connections that linger after their ends were closed do not count)."""
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:

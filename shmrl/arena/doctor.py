@@ -1,0 +1,98 @@
+"""`shmrl doctor`: what this machine lets an arena do, as findings with numbers and remedies. Called by the CLI."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+from shmrl.arena import files, inspect, memory
+from shmrl.arena._arena import byte_taken, lock_byte
+from shmrl.arena.memory import human
+
+SMALL_SHM = 1 << 30
+FEW_FILES = 1024
+
+
+def doctor() -> list[dict[str, Any]]:
+    """Findings: {"name", "status": "ok" | "warn" | "fail", "detail", "fix"}; fix is "" when there is nothing to do."""
+    return [*_shared_memory(), *_memory(), *_rlimits(), _locks(), _dead_arenas(), _cpu()]
+
+
+def render(findings: list[dict[str, Any]]) -> str:
+    """One line per finding, remedies below."""
+    lines = []
+    for one in findings:
+        lines.append(f"{one['status']:<5} {one['name']:<24} {one['detail']}")
+        lines += [f"      {'':<24} {one['fix']}"] if one["fix"] else []
+    return "\n".join(lines)
+
+
+def _finding(name: str, ok: bool, detail: str, fix: str = "", *, bad: str = "warn") -> dict[str, Any]:
+    return {"name": name, "status": "ok" if ok else bad, "detail": detail, "fix": "" if ok else fix}
+
+
+def _shared_memory() -> Iterator[dict[str, Any]]:
+    if not files.SHM.is_dir() or not os.access(files.SHM, os.W_OK):
+        yield _finding(
+            "/dev/shm", False, "missing or not writable", "mount a tmpfs there, or use backing memfd", bad="fail"
+        )
+        return
+    mount = memory.limits(files.SHM, mount=True)[0]
+    fix = "start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory), or use backing memfd"
+    yield _finding("/dev/shm", mount.free >= SMALL_SHM, f"{human(mount.free)} free of {human(mount.limit)}", fix)
+
+
+def _memory() -> Iterator[dict[str, Any]]:
+    for limit in memory.limits(files.SHM, mount=False):
+        detail = f"{human(limit.free)} free of {human(limit.limit)}; growth leaves {human(limit.headroom)} alone"
+        yield _finding(
+            limit.name, limit.free > limit.headroom, detail, "an arena cannot grow here: free memory or raise the limit"
+        )
+
+
+def _rlimits() -> Iterator[dict[str, Any]]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield _finding("open files", soft >= FEW_FILES, f"{soft} (hard limit {hard})", f"ulimit -n {min(hard, 65536)}")
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    detail = "unlimited" if soft == resource.RLIM_INFINITY else human(soft)
+    yield _finding(
+        "address space", soft == resource.RLIM_INFINITY, detail, "ulimit -v unlimited: an arena maps its whole capacity"
+    )
+
+
+def _locks() -> dict[str, Any]:
+    """Whether one description sees another's lock: liveness rests on it."""
+    first = os.memfd_create("shmrl-doctor")
+    second = os.open(f"/proc/self/fd/{first}", os.O_RDWR)
+    try:
+        ok = lock_byte(first, 0) and byte_taken(second, 0) and not lock_byte(second, 0)
+    except OSError as error:
+        return _finding(
+            "kernel byte locks", False, str(error), "liveness needs OFD locks (Linux 3.15 or later)", bad="fail"
+        )
+    finally:
+        os.close(second)
+        os.close(first)
+    return _finding(
+        "kernel byte locks", ok, "seen across descriptions" if ok else "not seen across descriptions", bad="fail"
+    )
+
+
+def _dead_arenas() -> dict[str, Any]:
+    rows = inspect.list_arenas()
+    dead = [row for row in rows if row["state"] == "dead"]
+    held = sum(row["committed_bytes"] for row in dead)
+    detail = f"{len(rows) - len(dead)} live, {len(dead)} dead holding {human(held)}"
+    return _finding("arenas", not dead, detail, "shmrl arena gc")
+
+
+def _cpu() -> dict[str, Any]:
+    flags = ""
+    with open("/proc/cpuinfo") as info:
+        flags = next((line for line in info if line.startswith(("flags", "Features"))), "")
+    fast = {"sse4_2", "crc32"} & set(flags.split())
+    return _finding(
+        "checksum instructions", bool(fast), ", ".join(sorted(fast)) or "none", "checksums use a table: 30x slower"
+    )

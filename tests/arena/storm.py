@@ -1,0 +1,125 @@
+"""Workers that do everything to blocks of one arena at random, forked and killed by the hundred. Run as a helper.
+
+Every payload says what it must contain (its length and one repeated byte), so foreign or torn bytes are noticed.
+Handles are exchanged over plain shared memory, torn writes included: a handle is never trusted.
+"""
+
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import time
+
+from shmrl.arena import Arena, Handle
+from shmrl.errors import AlreadyFreed, ArenaFull, ForeignArena, NotOwner, NotSealed, StaleHandle
+
+CELLS = 64
+SIZES = (0, 1, 100, 300, 4096, 20_000, 65_536, 70_000, 300_000, 1_000_000)
+EXPECTED = (StaleHandle, AlreadyFreed, NotOwner, NotSealed, ForeignArena, ArenaFull)
+
+
+class Worker:
+    def __init__(self, address, board, seed):
+        self.random = random.Random(seed)
+        self.arena = Arena.attach(address, reader=seed % 4)
+        self.board = board
+        self.views = []
+
+    def pick(self):
+        at = 32 * self.random.randrange(CELLS)
+        return Handle(bytes(self.board[at : at + 32]))
+
+    def publish(self, handle):
+        at = 32 * self.random.randrange(CELLS)
+        self.board[at : at + 32] = bytes(handle)
+
+    def put(self):
+        n = self.random.choice(SIZES)
+        fill = struct.pack("<Q", n) + bytes([self.random.randrange(256)]) * n
+        self.publish(self.arena.put(fill, tag=f"run/s{self.random.randrange(3)}", timeout_s=0.2, on_full="raise"))
+
+    def reserve(self):
+        with self.arena.reserve(self.random.choice(SIZES) + 8, tag="run/r", on_full="raise") as block:
+            n = block.nbytes - 8
+            block.buffer[:8] = struct.pack("<Q", n)
+            block.buffer[8:] = b"r" * n
+            if self.random.random() < 0.8:
+                self.publish(block.seal(columns=[("head", 0, 8, 1), ("body", 8, 1, n)]))
+
+    def get(self):
+        view = self.arena.get(self.pick(), verify=True)
+        data = memoryview(view)
+        n = struct.unpack("<Q", data[:8])[0]
+        body = bytes(data[8:])
+        if len(body) != n or (n and body.count(body[:1]) != n):
+            print(f"WRONG BYTES in {view.handle!r}", flush=True)
+            os._exit(3)
+        if self.random.random() < 0.5:
+            self.views.append(data)
+        if len(self.views) > 4:
+            self.views.pop(self.random.randrange(len(self.views)))
+
+    def own(self):
+        handle = self.pick()
+        self.arena.adopt(handle)
+        verb = self.random.randrange(3)
+        if verb == 0:
+            self.arena.free(handle)
+        elif verb == 1:
+            self.arena.ship(handle, readers=self.random.randrange(1, 3), step=1)
+            self.arena.done(handle)
+
+    def done(self):
+        try:
+            self.arena.done(self.pick(), reader=self.random.randrange(4))
+        except ValueError:
+            pass  # never shipped
+
+    def recover(self):
+        if self.random.random() < 0.1:
+            self.arena.discard(f"run/s{self.random.randrange(3)}")
+        self.arena.sweep()
+
+    def run(self):
+        verbs = (self.put, self.put, self.reserve, self.get, self.get, self.own, self.own, self.done)
+        while True:
+            for _ in range(20):
+                try:
+                    self.random.choice(verbs)()
+                except EXPECTED:
+                    pass
+            self.recover()
+
+
+def fork_worker(address, board, seed):
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        Worker(address, board, seed).run()
+    except BaseException as error:
+        print(f"WORKER {error!r}", flush=True)
+    os._exit(4)
+
+
+def storm(address, kills, workers, seed):
+    """Prints one line: "kills=N" or what went wrong."""
+    board = mmap.mmap(-1, 32 * CELLS)
+    rng = random.Random(int(seed))
+    pids = [fork_worker(address, board, rng.randrange(1 << 30)) for _ in range(int(workers))]
+    bad = ""
+    for _ in range(int(kills)):
+        time.sleep(rng.choice((0.001, 0.005, 0.02)))  # the kills' own randomness: nothing is waited for
+        victim = pids.pop(rng.randrange(len(pids)))
+        os.kill(victim, signal.SIGKILL)
+        status = os.waitpid(victim, 0)[1]
+        if os.WIFEXITED(status):
+            bad = f"a worker exited with {os.WEXITSTATUS(status)}"
+        pids.append(fork_worker(address, board, rng.randrange(1 << 30)))
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    print(bad or f"kills={kills}", flush=True)
+    sys.stdin.readline()
