@@ -6,8 +6,7 @@
  *   ids      expert or token ids of one integer type (srl_int_t), C order
  *   row      the k ids of one position and layer
  *   block    one mapped arena block: base and nbytes
- *   copy     srl_copy_t: `rows` pieces of row_nbytes, from block + src_offset with src_stride to dst_offset
- * with dst_stride
+ *   copy     srl_copy_t: `rows` pieces of row_nbytes, each a stride behind the last on either side
  *
  * Invariants (checked before the first byte moves, -ERANGE otherwise)
  *   0 <= block < nblocks, and all numbers >= 0
@@ -49,8 +48,8 @@ int srl_check_ids(const void *ids, srl_int_t type, int64_t rows, int64_t k, int6
 /* dst[i] = src[i] for count ids; dst_nbytes (1, 2 or 4) unsigned. The caller has checked that they fit. */
 int srl_narrow(const void *src, srl_int_t type, int64_t count, void *dst, int dst_nbytes);
 
-/* The sampled id of each row is among its counts[row] kept ids (a count of 0 restricts nothing). -ENOENT: row
- * *where. */
+/* The sampled id of each row is among its counts[row] kept ids (a count of 0 restricts nothing).
+ * -ENOENT: not in row *where. */
 int srl_check_kept(const int32_t *kept, const int32_t *counts, const int32_t *sampled, int64_t rows,
                    int64_t *where);
 
