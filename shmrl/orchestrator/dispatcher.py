@@ -160,6 +160,7 @@ class Dispatcher:
                 self._woken.clear()
             else:
                 self._start(running)
+                await asyncio.sleep(0)  # a thousand starts in one turn would keep replies waiting
 
     def _start(self, running: Running) -> None:
         """The next episode of a group has its permit: ask for it, or for the whole group once it has all of them."""

@@ -74,11 +74,11 @@ async def collect(parts, step):
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def until(condition, timeout_s=20):
+async def until(condition, timeout_s=20, poll_s=0.001):
     """Let the loop run until `condition()` holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(poll_s)
 
 
 async def finish(parts):
