@@ -52,11 +52,13 @@ def integers(value: ArrayLike, field: str, ndim: int, *, limit: int) -> NDArray[
 
 
 def numbers(value: Any, field: str, kinds: str) -> NDArray[Any]:
-    """`value` as an array of one of the numpy `kinds`; refuses None and object arrays, naming where the None is."""
+    """`value` as an array of one of the numpy `kinds`; refuses None and object arrays, naming where."""
     try:
         array = np.asarray(value)
     except (ValueError, TypeError) as error:
         raise PayloadError.of(field, f"not a rectangular array ({error})") from error
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.kind in kinds or array.size == 0:
         return array if array.dtype.kind in kinds else array.astype("f4" if "f" in kinds else "i4")
     if array.dtype.kind == "O":

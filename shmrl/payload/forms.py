@@ -73,14 +73,7 @@ def decode_base64(text: str | bytes, field: str) -> NDArray[np.uint8]:
 
 def first_bytes(value: Any) -> str:
     """The beginning of a value nobody understood, for an error message."""
-    raw = (
-        value
-        if isinstance(value, (str, bytes))
-        else bytes(value[:32])
-        if isinstance(value, np.ndarray)
-        else repr(value)
-    )
-    return repr(raw[:32])
+    return repr((value if isinstance(value, (str, bytes)) else repr(value))[:32])
 
 
 def _from_npy(raw: NDArray[np.uint8]) -> NDArray[Any]:
@@ -108,8 +101,12 @@ def _from_dict(value: Mapping[str, Any]) -> tuple[NDArray[Any], int | None]:
         raise PayloadError.of("routing", f"the dict lacks {sorted(missing)}: {sorted(value)}", value=sorted(value))
     data = value["data"]
     raw = decode_base64(data, "routing") if isinstance(data, str) else np.frombuffer(data, np.uint8)
+    try:
+        dtype, shape = np.dtype(value["dtype"]), tuple(int(n) for n in value["shape"])
+    except (TypeError, ValueError) as error:
+        raise PayloadError.of("routing", f"dtype {value['dtype']!r}, shape {value['shape']!r}: {error}") from error
     start = value.get("start")
-    return _shaped(raw, np.dtype(value["dtype"]), tuple(value["shape"])), None if start is None else int(start)
+    return _shaped(raw, dtype, shape), None if start is None else int(start)
 
 
 def _shaped(raw: NDArray[np.uint8], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:

@@ -156,10 +156,10 @@ def align(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def open_block(arena: Arena, handle: Handle, whose: str, verify: bool = False) -> Any:
+def open_block(arena: Arena, handle: Handle, whose: str) -> Any:
     """A view of a block; LostPayload naming it and its owner if it is gone. Release the view when done."""
     try:
-        return arena.get(handle, verify=verify) if verify else arena.get(handle)
+        return arena.get(handle)
     except (StaleHandle, NotSealed) as error:
         raise LostPayload(f"block {handle!r} of {whose} is gone: {error}") from error
 

@@ -59,6 +59,11 @@ def test_every_integer_type_is_checked(dtype):
     refused("routing", position=(1, 0, 1), value=5, routing=rows, num_experts=8)
 
 
+def test_byte_order_does_not_matter():
+    rows = np.array([[[0, 1]], [[300, 2]]], ">u2")
+    assert Branch([1, 2, 3], [0] * 3, [0.0] * 3, routing=rows, num_experts=512).rows["routing"].values[1, 0, 0] == 300
+
+
 def test_routing_needs_the_number_of_experts():
     refused("num_experts", routing=routes(2))
 

@@ -85,6 +85,8 @@ def test_double_base64_is_refused():
         ({"data": "AAAA"}, "lacks"),
         ({"data": "AAAA", "shape": [1, 1, 1], "dtype": "f4"}, "expected integers"),
         ({"data": "AAAA", "shape": [1, 1, 1], "dtype": "i4"}, "3 bytes for shape"),
+        ({"data": "AAAA", "shape": [1, 1, 3], "dtype": "int7"}, "dtype 'int7'"),
+        ({"data": "AAAA", "shape": [1, None, 3], "dtype": "u1"}, "shape"),
         (np.zeros((3, 4)), "expected integers"),
     ],
 )
