@@ -1,11 +1,12 @@
-/* payload.h: what the payload room does in C. Called by shmrl/payload/_payload.pyx alone, always with the GIL released, in
- * env workers (checks, narrowing, base64) and trainer ranks (gather). Gets pointers and lengths: no names, malloc or Python.
+/* payload.h: what the payload room does in C. Called by shmrl/payload/_payload.pyx alone, always with the GIL
+ * released, in env workers (checks, narrowing, base64) and trainer ranks (gather). Gets pointers and lengths:
+ * no names, malloc or Python.
  *
  * Glossary
  *   ids      expert or token ids of one integer type (srl_int_t), C order
  *   row      the k ids of one position and layer
  *   block    one mapped arena block: base and nbytes
- *   copy     srl_copy_t: `rows` pieces of row_nbytes, from block + src_offset with src_stride to dst_offset with dst_stride
+ *   copy     srl_copy_t: `rows` pieces of row_nbytes, each a stride behind the last on either side
  *
  * Invariants (checked before the first byte moves, -ERANGE otherwise)
  *   0 <= block < nblocks, and all numbers >= 0
@@ -19,7 +20,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef enum { SRL_U8 = 1, SRL_U16 = 2, SRL_U32 = 4, SRL_U64 = 8, SRL_I8 = -1, SRL_I16 = -2, SRL_I32 = -4, SRL_I64 = -8 } srl_int_t;
+typedef enum {
+    SRL_U8 = 1,
+    SRL_U16 = 2,
+    SRL_U32 = 4,
+    SRL_U64 = 8,
+    SRL_I8 = -1,
+    SRL_I16 = -2,
+    SRL_I32 = -4,
+    SRL_I64 = -8
+} srl_int_t;
 
 typedef struct {
     const uint8_t *base;
@@ -30,23 +40,26 @@ typedef struct { /* seven int64 words: one row of the descriptor array that asse
     int64_t block, src_offset, src_stride, dst_offset, dst_stride, rows, row_nbytes;
 } srl_copy_t;
 
-/* ids in [0, limit) and distinct within each row of k. seen: limit zeroed words of scratch. -EDOM: out of range at flat index
- * *where; -EEXIST: a repeated id there. */
-int srl_check_ids(const void *ids, srl_int_t type, int64_t rows, int64_t k, int64_t limit, uint32_t *seen, int64_t *where);
+/* ids in [0, limit) and distinct within each row of k. seen: limit zeroed words of scratch. -EDOM: out of
+ * range at flat index *where; -EEXIST: a repeated id there. */
+int srl_check_ids(const void *ids, srl_int_t type, int64_t rows, int64_t k, int64_t limit, uint32_t *seen,
+                  int64_t *where);
 
 /* dst[i] = src[i] for count ids; dst_nbytes (1, 2 or 4) unsigned. The caller has checked that they fit. */
 int srl_narrow(const void *src, srl_int_t type, int64_t count, void *dst, int dst_nbytes);
 
-/* The sampled id of each row is among its counts[row] kept ids (a count of 0 restricts nothing). -ENOENT: row *where. */
-int srl_check_kept(const int32_t *kept, const int32_t *counts, const int32_t *sampled, int64_t rows, int64_t *where);
+/* The sampled id of each row is among its counts[row] kept ids (a count of 0 restricts nothing).
+ * -ENOENT: not in row *where. */
+int srl_check_kept(const int32_t *kept, const int32_t *counts, const int32_t *sampled, int64_t rows,
+                   int64_t *where);
 
-/* Standard base64 with padding. Returns the number of bytes written, or -EINVAL with *where at the first bad character,
- * -ENOSPC if out is too small. */
+/* Standard base64 with padding. Returns the number of bytes written, or -EINVAL with *where at the first bad
+ * character, -ENOSPC if out is too small. */
 int64_t srl_base64_decode(const char *text, int64_t length, uint8_t *out, int64_t capacity, int64_t *where);
 
 /* All copies, in order. -ERANGE with *where at the first impossible one; then nothing was copied. */
-int srl_gather(const srl_block_t *blocks, int64_t nblocks, const srl_copy_t *copies, int64_t count, uint8_t *dst,
-               int64_t dst_nbytes, int64_t *where);
+int srl_gather(const srl_block_t *blocks, int64_t nblocks, const srl_copy_t *copies, int64_t count,
+               uint8_t *dst, int64_t dst_nbytes, int64_t *where);
 
 /* Set bits of bits[start, stop), least significant bit first within a byte. */
 int64_t srl_count_bits(const uint8_t *bits, int64_t start, int64_t stop);

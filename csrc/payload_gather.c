@@ -1,19 +1,21 @@
-/* payload_gather.c: the one copy of a payload's life, from mapped blocks into the trainer's staging buffer. */
+/* payload_gather.c: the one copy of a payload's life, from mapped blocks into the trainer's staging buffer.
+ */
 #include "payload.h"
 
 #include <errno.h>
 #include <string.h>
 
 /* One side of a copy lies inside [0, nbytes). Written with divisions, so that no sum can overflow. */
-static int fits(int64_t offset, int64_t stride, const srl_copy_t *copy, int64_t nbytes)
-{
-    if (offset < 0 || stride < 0 || copy->row_nbytes < 0 || copy->row_nbytes > nbytes || offset > nbytes - copy->row_nbytes)
+static int fits(int64_t offset, int64_t stride, const srl_copy_t *copy, int64_t nbytes) {
+    if (offset < 0 || stride < 0 || copy->row_nbytes < 0 || copy->row_nbytes > nbytes ||
+        offset > nbytes - copy->row_nbytes)
         return 0;
-    return stride == 0 || copy->rows - 1 <= (nbytes - copy->row_nbytes - offset) / stride;
+    if (stride == 0)
+        return copy->rows == 1;
+    return copy->rows - 1 <= (nbytes - copy->row_nbytes - offset) / stride;
 }
 
-static int is_valid(const srl_block_t *blocks, int64_t nblocks, const srl_copy_t *copy, int64_t dst_nbytes)
-{
+static int is_valid(const srl_block_t *blocks, int64_t nblocks, const srl_copy_t *copy, int64_t dst_nbytes) {
     if (copy->rows < 0 || copy->block < 0 || copy->block >= nblocks)
         return 0;
     if (copy->rows == 0)
@@ -22,8 +24,7 @@ static int is_valid(const srl_block_t *blocks, int64_t nblocks, const srl_copy_t
            fits(copy->dst_offset, copy->dst_stride, copy, dst_nbytes);
 }
 
-static void copy_rows(const uint8_t *src, uint8_t *dst, const srl_copy_t *copy)
-{
+static void copy_rows(const uint8_t *src, uint8_t *dst, const srl_copy_t *copy) {
     if (copy->src_stride == copy->row_nbytes && copy->dst_stride == copy->row_nbytes) {
         memcpy(dst, src, (size_t)(copy->rows * copy->row_nbytes));
         return;
@@ -32,9 +33,8 @@ static void copy_rows(const uint8_t *src, uint8_t *dst, const srl_copy_t *copy)
         memcpy(dst + row * copy->dst_stride, src + row * copy->src_stride, (size_t)copy->row_nbytes);
 }
 
-int srl_gather(const srl_block_t *blocks, int64_t nblocks, const srl_copy_t *copies, int64_t count, uint8_t *dst,
-               int64_t dst_nbytes, int64_t *where)
-{
+int srl_gather(const srl_block_t *blocks, int64_t nblocks, const srl_copy_t *copies, int64_t count,
+               uint8_t *dst, int64_t dst_nbytes, int64_t *where) {
     for (int64_t i = 0; i < count; i++)
         if (!is_valid(blocks, nblocks, &copies[i], dst_nbytes)) {
             *where = i;
@@ -42,12 +42,12 @@ int srl_gather(const srl_block_t *blocks, int64_t nblocks, const srl_copy_t *cop
         }
     for (int64_t i = 0; i < count; i++)
         if (copies[i].rows > 0 && copies[i].row_nbytes > 0)
-            copy_rows(blocks[copies[i].block].base + copies[i].src_offset, dst + copies[i].dst_offset, &copies[i]);
+            copy_rows(blocks[copies[i].block].base + copies[i].src_offset, dst + copies[i].dst_offset,
+                      &copies[i]);
     return 0;
 }
 
-int64_t srl_count_bits(const uint8_t *bits, int64_t start, int64_t stop)
-{
+int64_t srl_count_bits(const uint8_t *bits, int64_t start, int64_t stop) {
     int64_t count = 0;
     while (start < stop && start % 8 != 0) {
         count += (bits[start / 8] >> (start % 8)) & 1;
@@ -63,8 +63,7 @@ int64_t srl_count_bits(const uint8_t *bits, int64_t start, int64_t stop)
     return count;
 }
 
-void srl_unpack_bits(const uint8_t *bits, int64_t start, int64_t stop, uint8_t *out)
-{
+void srl_unpack_bits(const uint8_t *bits, int64_t start, int64_t stop, uint8_t *out) {
     for (int64_t i = start; i < stop; i++)
         *out++ = (bits[i / 8] >> (i % 8)) & 1;
 }

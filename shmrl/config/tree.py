@@ -436,6 +436,11 @@ class RunTree(Table):
             problems.append(
                 f"sampling.max_tokens = {longest} does not fit inference.max_model_len = {self.inference.max_model_len}"
             )
+        if self.orchestrator.seq_len % self.trainer.pad_to_multiple_of:
+            problems.append(
+                f"orchestrator.seq_len = {self.orchestrator.seq_len} is not a multiple of trainer.pad_to_multiple_of = "
+                f"{self.trainer.pad_to_multiple_of}"
+            )
         if self.trainer.head > self.inference.max_logprobs:
             problems.append(
                 f"trainer.head = {self.trainer.head} exceeds the engine's max_logprobs = {self.inference.max_logprobs}"

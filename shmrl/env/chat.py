@@ -1,7 +1,7 @@
 """The chat side of a model directory: its tokenizer and its template, and how a conversation goes on by ids.
 
-Used by `env.model` in the env workers; one `ChatFormat` per directory and process. Uses `tokenizers` and a sandboxed jinja2,
-so that a worker needs no transformers. A template is text from a model directory: it runs without access to Python.
+Used by `env.model` in the env workers; one `ChatFormat` per directory and process. Uses `tokenizers` and a sandboxed
+jinja2, so that a worker needs no transformers. A template is text from a model directory: it has no access to Python.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def chat_format(directory: str) -> ChatFormat:
 class ChatFormat:
     """Rendering and tokenising for one model directory.
 
-    Attributes: stop_ids: ids that end a turn. num_experts, layers, top_k: the router's shape (None / 0 for dense models).
+    Attributes:
+        stop_ids: ids that end a turn. num_experts, num_layers, top_k: the router's shape (num_experts None: dense).
 
     Example:
         >>> chat = chat_format("runs/run/weights/step_0")
@@ -63,7 +64,7 @@ class ChatFormat:
         return self._ids(self._render(messages, tools, add_generation_prompt=True))
 
     def continuation(self, ids: Sequence[int], new: Messages, tools: Sequence[Any] | None = None) -> list[int]:
-        """The ids that follow `ids` (which end with an assistant's turn) when `new` messages come: never the old ones again.
+        """The ids that follow `ids`, which end with an assistant's turn, when `new` messages come; only the new ones.
 
         What stands around a reply is learned from a probe conversation, because templates may rewrite old turns. If the
         turn was cut before its end token, that token comes first.
@@ -111,7 +112,7 @@ class ChatFormat:
     def _render(self, messages: Messages, tools: Sequence[Any] | None, *, add_generation_prompt: bool) -> str:
         values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(**values, **self._specials)
+            return str(self._template.render(**values, **self._specials))
         except TemplateError as error:
             raise EnvError(f"{self.directory}: chat template: {type(error).__name__}: {error}") from None
 

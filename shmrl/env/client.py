@@ -1,7 +1,7 @@
 """`EnvClient`: an env server as the orchestrator sees it. One connection, one reader task, one future per request.
 
-Runs in the orchestrator's event loop (or an embedder's). Cancelling the awaiting task cancels the episode on the server.
-A server that exits is noticed by its connection's end: every open request fails with ServerDied, nothing waits for ever.
+Runs in the orchestrator's event loop (or an embedder's). Cancelling the awaiting task cancels the episode on the
+server. A server that exits is noticed by its connection's end: every open request fails, nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EnvClient:
     Example:
         client = EnvClient("tcp://127.0.0.1:5000", token)
         await client.connect(); (task,) = await client.tasks("train", 0, 1)
-        result = await client.run_rollout(task, model=model, group_id="0", seed=1, keep="train", tag="run/reverse-text/0/0")
+        result = await client.run_rollout(task, model=model, group_id="0", seed=1, keep="train", tag="run/text/0/0")
     """
 
     def __init__(self, address: str, token: str | None = None) -> None:
@@ -48,8 +48,8 @@ class EnvClient:
     async def connect(self, timeout_s: float = 600.0) -> dict[str, Any]:
         """Wait until the server answers and one of its workers has loaded the environment; its health.
 
-        Raises TasksetError or WorkerDied with the server's traceback, ProtocolError for a wrong token, ServerDied when it
-        exits while awaited or does not answer in time.
+        Raises TasksetError or WorkerDied with the server's traceback, ProtocolError for a wrong token, ServerDied when
+        it exits while awaited or is not ready in time.
         """
         await self.close()
         self._context = zmq.asyncio.Context()
@@ -93,15 +93,16 @@ class EnvClient:
     # -------------------------------------------------------------------------------------------------------- methods
 
     async def health(self) -> dict[str, Any]:
-        """Facts now: workers, ready, lagging, worker_lag_ms, loop_lag_ms, sessions, waiting, restarts, rss_bytes, arena."""
+        """Facts now: workers, ready, lagging, worker_lag_ms, loop_lag_ms, sessions, restarts, rss_bytes, arena."""
         return await self._call("health", {})
 
     async def info(self) -> dict[str, Any]:
-        """name, env_id, split, arena (address), node, fields, demonstrates, max_concurrent, workers."""
+        """name, env_id, split, arena (address), node, fields, demonstrates, scores_groups, max_concurrent,
+        workers."""
         return await self._call("info", {})
 
     async def tasks(self, split: str, start: int, n: int) -> list[Task]:
-        """Tasks start .. start + n of a split; fewer than n only at the end of a finite set. TasksetError if it raised."""
+        """Tasks start .. start + n of a split; fewer only at the end of a finite set. TasksetError if it raised."""
         reply = await self._call("tasks", {"split": split, "start": start, "n": n})
         return [task_from_wire(task) for task in reply["tasks"]]
 
@@ -130,9 +131,8 @@ class EnvClient:
         self, task: Task, *, model: Mapping[str, Any], group_id: str, seeds: Sequence[int], keep: str, tag: str
     ) -> list[EpisodeResult]:
         """One episode per seed, scored together by the environment's `score_group`; tags are tag/0, tag/1, ..."""
-        payload = {
-            "task": task_to_wire(task), "model": model, "group_id": group_id, "seeds": list(seeds), "keep": keep, "tag": tag,
-        }  # fmt: skip
+        payload = {"task": task_to_wire(task), "model": model, "group_id": group_id, "keep": keep, "tag": tag}
+        payload["seeds"] = list(seeds)
         reply, nbytes = await self._exchange("run_group", payload)
         if not reply["success"]:
             return [episode_from_wire(_unless_fatal(reply), nbytes)] * len(seeds)

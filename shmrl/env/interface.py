@@ -90,7 +90,7 @@ class SessionEnvironment:
 class SessionRollout(Environment):
     """A session environment as a rollout: a fresh session per episode, its step rewards summed.
 
-    `make` builds a session. The episode ends when the session says done, or when the model is out of turns or of context.
+    `make` builds a session. The episode ends when the session is done, or when the model is out of turns or of context.
     """
 
     def __init__(self, make: Callable[[], Any], seed: int = 0) -> None:

@@ -1,7 +1,7 @@
 """The model as an environment's author sees it: an OpenAI-style client that records what the trainer needs.
 
-One `Model` per episode, in an env worker. Prompts go to the engine as token ids; a call whose messages continue a recorded
-conversation continues its ids, so that what is trained is exactly what was sampled. A call that continues none starts
+One `Model` per episode, in an env worker. Prompts go to the engine as token ids; a call whose messages continue a
+recorded conversation continues its ids, so that what is trained is exactly what was sampled. Any other call starts
 another branch. Token ids, log-probabilities, routing, heads and masks are collected by a `BranchBuilder` per branch.
 """
 
@@ -44,7 +44,8 @@ class ModelSpec:
     Attributes:
         urls: engines that serve the policy. name: what the policy is called. tokenizer: model directory.
         sampling: temperature, top_p, top_k, min_p, max_tokens. version: the policy version at dispatch.
-        fields: what to capture: routing, head, mask. head: width of the captured top-k. max_model_len: context in tokens.
+        fields: what to capture: routing, head, mask. head: width of the captured top-k. max_model_len: tokens.
+        logprobs_mode: what the engine returns: "processed" (after temperature and truncation) or "raw".
     """
 
     urls: tuple[str, ...]
@@ -101,31 +102,6 @@ class Completion:
     model: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One answer of the engine in the form `BranchBuilder` takes; the defaults are a turn that nothing was captured of."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    weight_versions: list[dict[str, Any]]
-    top_logprobs: tuple[list[list[int]], list[list[float]]] | None = None
-    routed_experts: str | None = None
-    sampling_mask: list[list[int]] | None = None
-
-    @classmethod
-    def of(cls, answer: Generation, version: int) -> Turn:
-        """`version` is taken for engines that do not label their weights."""
-        heads = answer.top_logprobs
-        return cls(
-            token_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            weight_versions=[{"version": label} for label, _, _ in answer.weight_versions] or [{"version": version}],
-            top_logprobs=None if heads is None else ([ids for ids, _ in heads], [values for _, values in heads]),
-            routed_experts=answer.routed_experts,
-            sampling_mask=answer.sampling_mask,
-        )
-
-
 @dataclass(slots=True, eq=False)
 class Conversation:
     """One branch while it runs. `turns` are the places where it can go on: (messages up to there, ids up to there)."""
@@ -180,7 +156,7 @@ class Model:
         tools: Sequence[Any] | None = None,
         max_tokens: int | None = None,
     ) -> Completion:
-        """One assistant turn. finish_reason is "stop", "tool_calls" or "length"; an exhausted model gives an empty "length".
+        """One assistant turn. finish_reason is "stop", "tool_calls" or "length" (empty, if the model is exhausted).
 
         Args: messages: the whole conversation. max_tokens: at most the source's own.
         Raises EngineError, EnvError, PayloadError: the episode fails with it unless the environment handles it.
@@ -210,14 +186,19 @@ class Model:
 
     def branches(self, meta: Mapping[str, Any]) -> list[Branch]:
         """The finished branches in the order they began; `meta` goes into every header."""
+        first, last = self.versions
         sampling = self.spec.sampling
-        recorded = {"logprobs_mode": self.spec.logprobs_mode, "temperature": float(sampling.get("temperature", 1.0))}
-        if (
-            "mask" in self.spec.fields
-        ):  # without masks nobody replays the truncation, and it must not look as if one could
-            recorded |= {key: sampling[key] for key in ("top_p", "top_k", "min_p") if key in sampling}
+        common = {
+            "logprobs_mode": self.spec.logprobs_mode,
+            "temperature": float(sampling.get("temperature", 1.0)),
+            **meta,
+        }
+        if "mask" in self.spec.fields:  # else nobody replays the truncation, and it must not look as if one could
+            common |= {key: sampling[key] for key in ("top_p", "top_k", "min_p") if key in sampling}
+        if not any(conversation.builder.versions for conversation in self.conversations):  # an engine without labels
+            common |= {"version_start": first, "version_end": last}
         return [
-            conversation.builder.branch({**recorded, **meta, "branch": index}, conversation.messages)
+            conversation.builder.branch({**common, "branch": index}, conversation.messages)
             for index, conversation in enumerate(self.conversations)
         ]
 
@@ -275,7 +256,7 @@ class Model:
                 routed_experts_prompt_start=conversation.builder.covered,
                 cache_salt=self.spec.cache_salt,
             )
-            conversation.builder.add_turn(prompt + ids, Turn.of(answer, self.spec.version))
+            conversation.builder.add_turn(prompt + ids, answer)
             ids += answer.token_ids
             if answer.finish_reason != "abort" or len(ids) >= room:
                 return ids, "length" if answer.finish_reason in ("abort", "length") else "stop"
@@ -305,8 +286,27 @@ class Model:
         return Completion((Choice(message, finish),), usage, self.spec.name)
 
 
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """What `BranchBuilder` reads of an answer that nobody sampled: ids with log-probability 0, nothing captured."""
+
+    token_ids: list[int]
+    version: int
+    top_logprobs: None = None
+    routed_experts: None = None
+    sampling_mask: None = None
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [0.0] * len(self.token_ids)
+
+    @property
+    def weight_versions(self) -> list[tuple[int, int, int]]:
+        return [(self.version, 0, len(self.token_ids))]
+
+
 class ScriptedModel(Model):
-    """The model of a supervised warm-up: it replies with what `demonstrate(messages)` says, and captures nothing else."""
+    """The model of a supervised warm-up: it says what `demonstrate(messages)` says; only tokens are recorded."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ class ScriptedModel(Model):
         self, conversation: Conversation, asked: list[dict[str, Any]], prompt: list[int], room: int
     ) -> tuple[list[int], str]:
         ids = self._format.reply_ids(self._demonstrate(asked))[: self.spec.max_model_len - len(prompt)]
-        conversation.builder.add_turn(prompt, Turn(ids, [0.0] * len(ids), [{"version": self.spec.version}]))
+        conversation.builder.add_turn(prompt, Demonstration(ids, self.spec.version))
         return ids, "stop"
 
 

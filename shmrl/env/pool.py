@@ -1,8 +1,8 @@
 """The worker processes of one env server: started, watched, replaced, and the requests they run.
 
-Owned by `server.py`, in the env-server process. A worker's death is noticed by its pidfd: whatever it had already said is
-still read, its unfinished requests fail at once with the tail of its log, a replacement starts. Requests go to the ready
-worker with the fewest; while there is none they wait. Deaths are counted against a budget that good replies restore.
+Owned by `server.py`, in the env-server process. A worker's death is noticed by its pidfd: whatever it had already said
+is still read, its unfinished requests fail at once with the tail of its log, a replacement starts. Requests go to the
+ready worker with the fewest; while there is none they wait. Deaths use up a budget that good replies restore.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ class Pool:
         self._deaths, self._good = [0] * count, [0] * count
         self._loading = asyncio.Semaphore(max(1, os.cpu_count() or 1))  # all at once starves every one of them
         self._background: set[asyncio.Task[None]] = set()
+        self._buried = asyncio.Event()
         self._closing = False
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -276,15 +277,17 @@ class Pool:
         worker.ready = False
         code = await self._reap(worker)
         self._workers.pop(worker.slot, None)
+        self._buried.set()
         if not any(other.ready for other in self._workers.values()):
             self.ready.clear()
-        self._arena.sweep()  # its unfinished blocks; the finished ones have no owner now, and wait to be adopted or discarded
-        error = WorkerDied(f"env worker {worker.slot} (pid {worker.process.pid}) {_ended(code)}; its last lines:\n{worker.log_tail}")  # fmt: skip
+        self._arena.sweep()  # its unfinished blocks are freed; the finished ones wait to be adopted, or discarded below
+        ended = f"env worker {worker.slot} (pid {worker.process.pid}) {_ended(code)}"
+        error = WorkerDied(f"{ended}; its last lines:\n{worker.log_tail}")
         for request in list(worker.requests.values()):
             self._settle(request, error_reply(error), failed=True)
         if self._closing or self.failed.done():
             return
-        log.error("env worker %d (pid %d) %s", worker.slot, worker.process.pid, _ended(code))
+        log.error("%s", ended)
         self._deaths[worker.slot] += 1
         self._good[worker.slot] = 0
         deaths = self._deaths[worker.slot]
@@ -324,7 +327,7 @@ class Pool:
             self._waiting.clear()
 
     async def _watch_for_hangs(self) -> None:
-        """A loop that is silent for longer than any episode may last will not come back: make its worker say where it is."""
+        """A loop that is silent for longer than an episode may last will not come back: its worker says where it is."""
         while True:
             await asyncio.sleep(1.0)
             for worker in self.workers:
@@ -335,19 +338,22 @@ class Pool:
                     )
                     worker.process.send_signal(signal.SIGABRT)
 
+    async def _all_buried(self) -> None:
+        while self._workers:
+            self._buried.clear()
+            await self._buried.wait()
+
     async def close(self) -> None:
         """End every worker: terminate, GRACE_S, kill, wait. Requests still open fail."""
         self._closing = True
         workers = list(self._workers.values())
         for worker in workers:
             worker.process.terminate()
-        deadline = time.monotonic() + GRACE_S
-        while self._workers and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        buried = asyncio.create_task(self._all_buried())
+        await asyncio.wait([buried], timeout=GRACE_S)
         for worker in list(self._workers.values()):
             worker.process.kill()
-        while self._workers:
-            await asyncio.sleep(0.02)
+        await buried
         closed = error_reply(ServerDied("the env server is shutting down"))
         for request in self._waiting:
             self._settle(request, closed, failed=True)

@@ -1,14 +1,15 @@
 """The native protocol of an env server, as both ends see it: frames, errors, episodes on the wire.
 
-ZMQ, client -> server [request id, method, msgpack map], server -> client [request id, msgpack map]. The first message of
-a connection is `hello {token}`. Every request gets exactly one reply, a cancelled one too. A reply has `success`, and `error
-{type, message, chain}` where it failed. Never an array: samples travel as references (`shmrl.payload.wireform`).
+ZMQ, client -> server [request id, method, msgpack map], server -> client [request id, msgpack map]. The first message
+of a connection is `hello {token}`. Every request gets exactly one reply, a cancelled one too. A reply has `success`,
+and `error {type, message, chain}` where it failed. Never an array: samples travel as references (`payload.wireform`).
 
     health {wait}             facts of the pool (see server.py); wait=True: once a worker is ready
-    info {}                   name, env_id, split, arena, node, fields, demonstrates, max_concurrent, workers
+    info {}                   name, env_id, split, arena, node, fields, demonstrates, scores_groups,
+                              max_concurrent, workers
     tasks {split, start, n}   tasks: [[id, data, seed], ...], fewer than n only at the end of the set
     run_rollout {task, model, group_id, seed, keep, tag}    one episode; keep = train | eval | warmup
-    run_group {task, model, group_id, seeds, keep, tag}     one episode per seed, scored together; tags are tag/0, tag/1, ...
+    run_group {task, model, group_id, seeds, keep, tag}     one episode per seed, scored together; tags are tag/0, ...
     cancel {request_id, tag}  cancelled: whether it was still running; blocks of an unclaimed reply are freed
 """
 
@@ -25,7 +26,9 @@ from shmrl.wire import pack, unpack
 
 METHODS = ("hello", "health", "info", "tasks", "run_rollout", "run_group", "cancel")
 KEEPS = ("train", "eval", "warmup")
-_EPISODE = ("task_id", "reward", "rewards", "metrics", "stop_reason", "num_turns", "num_tokens", "version_start", "version_end")  # fmt: skip
+_EPISODE = (
+    "task_id", "reward", "rewards", "metrics", "stop_reason", "num_turns", "num_tokens", "version_start", "version_end",
+)  # fmt: skip
 
 
 def parse_request(frames: Sequence[bytes]) -> tuple[bytes, str, dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""`shmrl env-server`: one environment behind one address. This process routes; its workers (`pool.py`) run the environment.
+"""`shmrl env-server`: one environment behind one address. This process routes; its workers (`pool.py`) run episodes.
 
-A ROUTER socket takes requests (`protocol.py`) of any number of clients, each of which says hello with the run's token first.
-Request payloads are decoded once, to check them and to know their tag; replies pass through as bytes. Without
+A ROUTER socket takes requests (`protocol.py`) of any number of clients, each of which says hello with the run's token
+first. Request payloads are decoded once, to check them and to know their tag; replies pass through as bytes. Without
 `arena.address` in its configuration the server makes an arena of its own and removes it at the end.
 """
 
@@ -87,9 +87,13 @@ class EnvServer:
                     arena.unlink()
             self._stopped.set()
 
+    def stop(self) -> None:
+        """Make `run` return; it ends the workers first."""
+        self._stop.set()
+
     async def close(self) -> None:
         """Stop serving and wait until nothing of the server is left."""
-        self._stop.set()
+        self.stop()
         if self.bound.is_set():
             await self._stopped.wait()
 
@@ -110,7 +114,7 @@ class EnvServer:
             if error.errno == zmq.EADDRINUSE and port.isdigit():
                 raise port_in_use(int(port), f"env server {self.config.name}") from None
             raise RunError(f"env server {self.config.name}: cannot bind {self.address}: {error}") from None
-        self.address = socket.get(zmq.LAST_ENDPOINT).decode()
+        self.address = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
         return socket
 
     def _open_arena(self, config: ArenaConfig) -> tuple[Arena, bool]:
@@ -136,7 +140,7 @@ class EnvServer:
         beating = asyncio.create_task(self._beat())
         stopping = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait([stopping, self._pool.failed, receiving], return_when=asyncio.FIRST_COMPLETED)
+            await _first(stopping, self._pool.failed, receiving)
         finally:
             stopping.cancel()
             beating.cancel()
@@ -230,7 +234,7 @@ class EnvServer:
         expect(payload, "cancel", request_id=bytes)
         request = self._requests.get((identity, payload["request_id"]))
         cancelled = request is not None and self._pool.cancel(request)
-        if request is None and payload.get("tag"):
+        if (request is None or request.reply.done()) and payload.get("tag"):
             self._arena.discard(str(payload["tag"]))
         return pack({"success": True, "cancelled": cancelled})
 
@@ -252,7 +256,7 @@ class EnvServer:
         ready = asyncio.create_task(self._pool.ready.wait())
         stop = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait([ready, stop, self._pool.failed], return_when=asyncio.FIRST_COMPLETED)
+            await _first(ready, stop, self._pool.failed)
         finally:
             ready.cancel()
             stop.cancel()
@@ -280,9 +284,15 @@ class EnvServer:
             "node": None,
             "fields": list(FIELDS),
             "demonstrates": bool(self._pool.facts.get("demonstrates")),
+            "scores_groups": bool(self._pool.facts.get("scores_groups")),
             "max_concurrent": config.serve.max_concurrent,
             "workers": config.serve.pool.workers,
         }
+
+
+async def _first(*awaited: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done; none is cancelled."""
+    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def serve(config: EnvServerConfig) -> int:
@@ -294,13 +304,18 @@ async def serve(config: EnvServerConfig) -> int:
 
     def stop(number: int) -> None:
         received.append(number)
-        server._stop.set()
+        server.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    pipe = os.environ.get(DEATH_PIPE)
-    if pipe is not None:
-        loop.add_reader(int(pipe), lambda: (loop.remove_reader(int(pipe)), server._stop.set()))
+    if DEATH_PIPE in os.environ:
+        pipe = int(os.environ[DEATH_PIPE])
+
+        def orphaned() -> None:  # readable means closed: nobody writes to it
+            loop.remove_reader(pipe)
+            stop(0)
+
+        loop.add_reader(pipe, orphaned)
     await server.run()
     return received[0] if received else 0
 

@@ -1,7 +1,7 @@
 """`serve_sidecar`: an env server in a process of its own for as long as a block of code runs.
 
-Used by evaluation and by embedders, in their process. The server takes a free port and a token of its own, and stops when
-this process is gone, however it went (it holds the other end of a pipe).
+Used by evaluation and by embedders, in their process. The server takes a free port and a token of its own, and stops
+when this process is gone, however it went (it holds the other end of a pipe).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SERVING = re.compile(rb"Serving (\S+) \(up to")
 async def serve_sidecar(
     env_id: str, args: dict[str, Any] | None = None, *, arena: ArenaConfig | None = None
 ) -> AsyncIterator[EnvClient]:
-    """A connected client of a new server on a free port. arena: where payloads go (default: an arena of the server's own).
+    """A connected client of a new server on a free port. arena: where payloads go (default: one of the server's own).
 
     Raises ProcessFailed with the server's last lines if it cannot serve, TasksetError if its environment cannot load.
 

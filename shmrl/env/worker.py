@@ -1,7 +1,7 @@
-"""`python -m shmrl.env.worker FD`: one worker process of an env server. Runs the environment's code and nothing else's.
+"""`python -m shmrl.env.worker FD`: one worker process of an env server. It alone runs the environment's code.
 
-Loads the environment, attaches to the arena, then runs rollouts side by side on one event loop. When an episode ends, its
-branches are encoded straight into the arena by a thread, with the interpreter lock released where bytes move; only
+Loads the environment, attaches to the arena, then runs rollouts side by side on one event loop. When an episode ends,
+its branches are encoded straight into the arena by a thread, with the interpreter lock released where bytes move; only
 references go back. FD is one end of a socket pair: when the server is gone, so are this process and its children.
 """
 
@@ -137,7 +137,8 @@ class Worker:
         for index, item in enumerate(played):
             reply = item
             if not isinstance(item, ErrorInfo):
-                reply = await self._caught(self._result(task, *item, keep, f"{request['tag']}/{index}"))
+                model, episode = item
+                reply = await self._caught(self._result(task, model, episode, keep, f"{request['tag']}/{index}"))
             failed = EpisodeResult(False, task.id, error=reply) if isinstance(reply, ErrorInfo) else reply
             replies.append(episode_to_wire(failed))
         return pack({"success": True, "episodes": replies})
@@ -201,7 +202,7 @@ class Worker:
         )
 
     async def _keep(self, model: Model, meta: dict[str, Any], tag: str) -> tuple[Sample, ...]:
-        """Encode every branch in a thread; a cancelled episode waits for it, so that its failure comes after its last block."""
+        """Encode in a thread; a cancelled episode waits for it, so that its failure is told after its last block."""
         storing = asyncio.get_running_loop().run_in_executor(self._encoders, self._store, model, meta, tag)
         try:
             return await asyncio.shield(storing)
@@ -237,7 +238,7 @@ class TaskSet:
         self._read: dict[str, tuple[list[Task], Iterator[Task]]] = {}
 
     def read(self, split: str, start: int, n: int) -> list[Task]:
-        """Tasks start .. start + n, fewer at the end. TasksetFailed with whatever the environment raised as its cause."""
+        """Tasks start .. start + n, fewer at the end. TasksetFailed, with what the environment raised as its cause."""
         try:
             if split not in self._sets:
                 self._sets[split] = self._environment.tasks(split)  # type: ignore[arg-type]
@@ -316,7 +317,11 @@ async def _main(end: socket.socket) -> int:
     from shmrl.arena import Arena
 
     with Arena.attach(settings["arena"]) as arena:
-        link.send(0, "ready", pack({"demonstrates": hasattr(environment, "demonstrate")}))
+        facts = {
+            "demonstrates": hasattr(environment, "demonstrate"),
+            "scores_groups": hasattr(environment, "score_group"),
+        }
+        link.send(0, "ready", pack(facts))
         serving = asyncio.create_task(Worker(link, settings, environment, arena).run())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
         await asyncio.gather(serving, return_exceptions=True)

@@ -27,8 +27,8 @@ class AlphabetSort(Environment):
     ) -> None:
         if not 1 <= min_turns <= max_turns or letters < 1 or max_turns * letters > 26:
             raise ValueError(
-                f"min_turns = {min_turns}, max_turns = {max_turns}, letters = {letters}: need 1 <= min_turns <= max_turns "
-                "and at most 26 letters in all"
+                f"min_turns = {min_turns}, max_turns = {max_turns}, letters = {letters}: need "
+                "1 <= min_turns <= max_turns and at most 26 letters in all"
             )
         self.turns, self.letters, self.seed, self.num_tasks = (min_turns, max_turns), letters, seed, num_tasks
 

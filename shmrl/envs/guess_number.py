@@ -1,6 +1,7 @@
-"""`guess-number`: a session that thinks of a number; every reply is a guess, every observation says where to look next.
+"""`guess-number`: a session that thinks of a number; every reply is a guess, every observation a hint.
 
-Observations are one character (">": the number is larger, "<": smaller, "?": no number, "=": found). Runs in the env workers.
+Observations are one character: ">" (the number is larger), "<" (smaller), "?" (no number), "=" (found). Runs in the env
+workers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from shmrl.types import Task
 
 
 class GuessNumber(SessionEnvironment):
-    """Guess an integer in [1, high]; the reward of finding it with the n-th of `guesses` guesses is (guesses - n + 1) / guesses.
+    """Guess an integer in [1, high]. Finding it with the n-th of `guesses` guesses pays (guesses - n + 1) / guesses.
 
     Args:
         high: the largest number. guesses: how many there are. seed: of the task set.

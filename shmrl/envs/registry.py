@@ -25,7 +25,7 @@ BUNDLED = {
 
 
 def find(env_id: str) -> str | None:
-    """What is wrong with an env id, as one sentence, or None. Looks for files only; imports nothing of the environment."""
+    """What is wrong with an env id, as one sentence, or None. Looks for files; imports nothing of the environment."""
     module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
     if not attribute:
         close = difflib.get_close_matches(env_id, BUNDLED, n=1)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 GRACE_S = 5.0
 KILL_TIMEOUT_S = 5.0
+CAUSE_S = 2.0
 TAIL_LINES = 20
 _TRACEBACK = "Traceback (most recent call last)"
 _TRACEBACK_LINES = 80
@@ -124,7 +125,7 @@ class Supervisor:
             if event is None:
                 outcome = self._tick()
             elif isinstance(event, _Exited):
-                outcome = self._exited(event, awaited)
+                outcome = await self._exited(event, awaited)
             else:
                 outcome = self._interrupted(event, roles)
             if outcome is not None:
@@ -141,15 +142,28 @@ class Supervisor:
             1, "failed", f"the janitor (pid {self._janitor.pid}) died; without it the run cannot be cleaned up"
         )
 
-    def _exited(self, event: _Exited, awaited: set[str]) -> Outcome | None:
+    async def _exited(self, event: _Exited, awaited: set[str]) -> Outcome | None:
         role, code = event.role, event.code
-        del self._running[role.name]
+        self._running.pop(role.name, None)
         accepted = (0, 130) if self._interrupts and role.drains else (0,)
         if role.name in awaited and code in accepted:
             awaited.discard(role.name)
             log.info("%s finished", role.name)
             return None
-        return failure(role, code)
+        return await self._cause(event)
+
+    async def _cause(self, event: _Exited) -> Outcome:
+        """The failure to report. The role that drains talks to all others and fails when one of them dies, which may be
+        seen later (torch's launcher first stops its other ranks): a failure that follows shortly is the cause."""
+        outcome = failure(event.role, event.code)
+        if event.role.drains:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CAUSE_S):
+                    while True:
+                        other = await self._events.get()
+                        if isinstance(other, _Exited) and other.code:
+                            return failure(other.role, other.code)
+        return outcome
 
     def _interrupted(self, number: signal.Signals, roles: Sequence[Role]) -> Outcome | None:
         """The first Ctrl-C goes to the role that can drain the run; everything else ends it now."""

@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Running:
-    """A group under way: how many of its episodes have started, and the tasks that run now, with their version."""
+    """A group under way: how many of its episodes have their permit, and the requests that run now."""
 
     group: Group
     started: int = 0
-    tasks: dict[asyncio.Task[None], int] = field(default_factory=dict)
+    tasks: dict[asyncio.Task[None], Ask] = field(default_factory=dict)
     failed: int = 0
 
     @property
@@ -93,7 +93,7 @@ class Dispatcher:
         self.step = step
         oldest = step - 1 - self._tree.orchestrator.max_off_policy_steps
         for running in list(self._running):
-            self._lose(running, [task for task, version in running.tasks.items() if version < oldest], "stale")
+            self._lose(running, [task for task, ask in running.tasks.items() if ask.version < oldest], "stale")
         self.wake()
 
     def serving(self, version: int) -> None:
@@ -160,30 +160,39 @@ class Dispatcher:
                 self._woken.clear()
             else:
                 self._start(running)
+                await asyncio.sleep(0)  # a thousand starts in one turn would keep replies waiting
 
     def _start(self, running: Running) -> None:
-        index, group = running.started, running.group
-        seed = group.source.seed("train", group.number, index)
-        ask = Ask(group.source, group.task, group.id, index, seed, "train", self.served)
-        task = asyncio.create_task(self._episode(running, ask))
-        task.add_done_callback(self._ended)
+        """The next episode of a group has its permit: ask for it, or for the whole group once it has all of them."""
+        group = running.group
         running.started += 1
-        running.tasks[task] = ask.version
         if running.started == group.size:
             self._unfinished.remove(running)
+        if not group.source.scores_groups:
+            self._ask(running, range(running.started - 1, running.started))
+        elif running.started == group.size:
+            self._ask(running, range(group.size))
 
-    async def _episode(self, running: Running, ask: Ask) -> None:
-        """One episode of a group. Whoever cancels this task records its outcome."""
+    def _ask(self, running: Running, indices: range) -> None:
+        group = running.group
+        seeds = tuple(group.source.seed("train", group.number, index) for index in indices)
+        ask = Ask(group.source, group.task, group.id, indices.start, seeds, "train", self.served)
+        task = asyncio.create_task(self._run(running, ask))
+        task.add_done_callback(self._ended)
+        running.tasks[task] = ask
+
+    async def _run(self, running: Running, ask: Ask) -> None:
+        """One request of a group. Whoever cancels this task records its episodes' outcome."""
         try:
-            result = await self._episodes.run(ask)
+            results = await self._episodes.run(ask)
         finally:
-            self._episodes.permits.release()
+            for _ in ask.seeds:
+                self._episodes.permits.release()
             running.tasks.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
             self.wake()
-        if result.success:
-            running.group.results.append(result)
-        else:
-            running.failed += 1
+        good = [result for result in results if result.success]
+        running.group.results += good
+        running.failed += len(results) - len(good)
         self._settle(running)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -210,10 +219,10 @@ class Dispatcher:
     def _lose(self, running: Running, tasks: Sequence[asyncio.Task[None]], outcome: Outcome) -> None:
         """Cancel some episodes of a group; it goes on without them if it can."""
         for task in tasks:
-            del running.tasks[task]
+            count = len(running.tasks.pop(task).seeds)
             task.cancel()
-            running.failed += 1
-            self._episodes.end(outcome)
+            running.failed += count
+            self._episodes.end(outcome, count)
         if tasks:
             self._settle(running)
 
@@ -222,9 +231,9 @@ class Dispatcher:
         self._running.remove(running)
         if running in self._unfinished:
             self._unfinished.remove(running)
-        for task in list(running.tasks):
+        for task, ask in running.tasks.items():
             task.cancel()
-            self._episodes.end("cancelled")
+            self._episodes.end("cancelled", len(ask.seeds))
         running.tasks.clear()
         self._sink.discard(running.group)
         self._on_group()

@@ -35,18 +35,33 @@ REPORT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One episode to run: where, on what, at which policy version.
+    """One request: an episode, or a whole group where the environment scores it; one seed per episode.
 
-    Example: Ask(source, task, group_id="a3f1-17", index=3, seed=1234, keep="train", version=4)
+    Example: Ask(source, task, group_id="a3f1-17", index=3, seeds=(1234,), keep="train", version=4)
     """
 
     source: Source
     task: Task
     group_id: str
     index: int
-    seed: int
+    seeds: tuple[int, ...]
     keep: str
     version: int
+
+    def send(self, tag: str) -> Coroutine[Any, Any, list[EpisodeResult]]:
+        """The request to the server, under the group's tag."""
+        return self._group(tag) if self.source.scores_groups and self.keep != "warmup" else self._one(tag)
+
+    async def _one(self, tag: str) -> list[EpisodeResult]:
+        tag, (seed,) = f"{tag}/{self.index}", self.seeds
+        model = self.source.model(self.version, self.group_id)
+        run = self.source.client.run_rollout
+        return [await run(self.task, model=model, group_id=self.group_id, seed=seed, keep=self.keep, tag=tag)]
+
+    async def _group(self, tag: str) -> list[EpisodeResult]:
+        model = self.source.model(self.version, self.group_id)
+        run = self.source.client.run_group
+        return await run(self.task, model=model, group_id=self.group_id, seeds=self.seeds, keep=self.keep, tag=tag)
 
 
 async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
@@ -71,7 +86,7 @@ class Episodes:
         self._counts: Counter[Outcome] = Counter()
         self._failures: Counter[str] = Counter()  # since the last success
         self._open: dict[str, float] = {}
-        self._late: set[asyncio.Task[EpisodeResult]] = set()
+        self._late: set[asyncio.Task[list[EpisodeResult]]] = set()
 
     # --- outcomes ------------------------------------------------------------------------------------------------
 
@@ -85,40 +100,33 @@ class Episodes:
         return {outcome: taken[outcome] for outcome in OUTCOMES}
 
     def open(self) -> list[tuple[str, float]]:
-        """(tag, seconds) of every episode under way, the oldest first."""
+        """(tag, seconds) of every request under way - a group's first tag - the oldest first."""
         now = time.monotonic()
         return sorted(((tag, now - since) for tag, since in self._open.items()), key=lambda item: -item[1])
 
-    # --- one episode ---------------------------------------------------------------------------------------------
+    # --- one request ---------------------------------------------------------------------------------------------
 
-    async def run(self, ask: Ask) -> EpisodeResult:
-        """The episode's result, its blocks adopted. A failure is a result with `error`; in training it is counted.
+    async def run(self, ask: Ask) -> list[EpisodeResult]:
+        """One result per seed, their blocks adopted. A failure is a result with `error`; in training it is counted.
 
-        The caller holds a permit. Cancelling this cancels the episode and counts nothing. Raises FATAL, and RunError
-        when nothing but failures comes back.
+        The caller holds the permits. Cancelling this cancels the episodes and counts nothing. Raises FATAL, and
+        RunError when nothing but failures comes back.
         """
-        tag = f"{self._run_id}/{ask.source.name}/{ask.group_id}/{ask.index}"
-        self._open[tag] = time.monotonic()
+        tag = f"{self._run_id}/{ask.source.name}/{ask.group_id}"
+        tags = [f"{tag}/{ask.index + i}" for i in range(len(ask.seeds))]
+        self._open[tags[0]] = time.monotonic()
         try:
-            result = await self._result(ask, tag)
+            replies = await self._replies(ask, tag)
         finally:
-            del self._open[tag]
-        if result.success:
-            self._failures.clear()
-        else:
-            self._count_failure(ask, tag, result)
-        return result
+            del self._open[tags[0]]
+        results = [self._received(ask, reply, tag) for reply, tag in zip(replies, tags, strict=True)]
+        for result, tag in zip(results, tags, strict=True):
+            if not result.success:
+                self._count_failure(ask, tag, result)
+        return results
 
-    async def _result(self, ask: Ask, tag: str) -> EpisodeResult:
-        call = ask.source.client.run_rollout(
-            ask.task,
-            model=ask.source.model(ask.version, ask.group_id),
-            group_id=ask.group_id,
-            seed=ask.seed,
-            keep=ask.keep,
-            tag=tag,
-        )
-        request = asyncio.ensure_future(call)
+    async def _replies(self, ask: Ask, tag: str) -> list[EpisodeResult]:
+        request = asyncio.ensure_future(ask.send(tag))
         try:
             await asyncio.wait({request}, timeout=ask.source.timeout_s)
         except asyncio.CancelledError:
@@ -126,59 +134,59 @@ class Episodes:
             raise
         if not request.done():
             self._abandon(request, tag)
-            error = ErrorInfo("TimeoutError", f"no reply within {ask.source.timeout_s:g} s")
-            return EpisodeResult(success=False, task_id=ask.task.id, error=error)
+            return _failed(ask, ErrorInfo("TimeoutError", f"no reply within {ask.source.timeout_s:g} s"))
         try:
-            return self._received(ask, request.result(), tag)
+            return request.result()
         except FATAL:
             raise
-        except asyncio.CancelledError as error:  # the client gave the request up by itself
-            return EpisodeResult(success=False, task_id=ask.task.id, error=ErrorInfo.of(error))
-        except Exception as error:
-            return EpisodeResult(success=False, task_id=ask.task.id, error=ErrorInfo.of(error))
+        except (Exception, asyncio.CancelledError) as error:  # cancelled: the client gave the request up by itself
+            return _failed(ask, ErrorInfo.of(error))
 
     def _received(self, ask: Ask, result: EpisodeResult, tag: str) -> EpisodeResult:
-        """Adopt what came; a success whose reward is no number is a failure, like one whose block is gone."""
-        self._ledger.adopt(result.samples, tag)
+        """Adopt what came. A lost block or a reward that is no number makes a failure of it."""
+        try:
+            self._ledger.adopt(result.samples, tag)
+        except LostPayload as error:
+            return _failed(ask, ErrorInfo.of(error))[0]
         if ask.keep == "train":
             self.reply_bytes += result.wire_bytes
             self.reply_samples += len(result.samples)
         if result.success and math.isfinite(result.reward):
+            self._failures.clear()
             return result
         self._ledger.release(result.samples)
-        error = result.error or ErrorInfo("RewardError", f"the reward is {result.reward}")
-        return EpisodeResult(success=False, task_id=result.task_id, error=error)
+        return _failed(ask, result.error or ErrorInfo("RewardError", f"the reward is {result.reward}"))[0]
 
     def _count_failure(self, ask: Ask, tag: str, result: EpisodeResult) -> None:
-        error = result.error or ErrorInfo("UnknownError", "the server gave no reason")
+        error = result.error
+        assert error is not None
         if ask.keep == "train":
             self.end("timed_out" if error.type == "TimeoutError" else "failed")
-        self.rejected += error.type == "PayloadError"
+            self.rejected += error.type == "PayloadError"
         self._failures[f"{error.type}: {error.message}"] += 1
         log.warning("%s failed: %s: %s", tag, error.type, error.message)
         total = self._failures.total()
         if total >= self._fail_limit:
-            text, count = self._failures.most_common(1)[0]
-            raise RunError(
-                f"{total} episodes in a row failed (three batches of nothing else); {count} of them with {text}"
-            )
+            text, n = self._failures.most_common(1)[0]
+            raise RunError(f"{total} episodes in a row failed (three batches of nothing else); {n} of them with {text}")
 
     # --- given up ------------------------------------------------------------------------------------------------
 
-    def _abandon(self, request: asyncio.Task[EpisodeResult], tag: str) -> None:
+    def _abandon(self, request: asyncio.Task[list[EpisodeResult]], tag: str) -> None:
         request.cancel()
         self._late.add(request)
         request.add_done_callback(lambda done: self._returned_late(done, tag))
 
-    def _returned_late(self, request: asyncio.Task[EpisodeResult], tag: str) -> None:
+    def _returned_late(self, request: asyncio.Task[list[EpisodeResult]], tag: str) -> None:
         self._late.discard(request)
         if request.cancelled() or request.exception() is not None:
             return  # the server frees what it kept
-        try:
-            self._ledger.adopt(request.result().samples, tag)
-        except LostPayload:
-            return
-        self._ledger.release(request.result().samples)
+        for result in request.result():
+            try:
+                self._ledger.adopt(result.samples, tag)
+            except LostPayload:
+                continue
+            self._ledger.release(result.samples)
         log.info("%s returned after it was given up; released", tag)
 
     async def watch(self) -> None:
@@ -195,3 +203,8 @@ class Episodes:
         """Wait for the replies of abandoned episodes, so that none of their blocks is missed."""
         if self._late:
             await asyncio.wait(set(self._late), timeout=timeout_s)
+
+
+def _failed(ask: Ask, error: ErrorInfo) -> list[EpisodeResult]:
+    """The same failure for every episode of a request."""
+    return [EpisodeResult(success=False, task_id=ask.task.id, error=error)] * len(ask.seeds)

@@ -29,12 +29,13 @@ from shmrl.inference.client import EngineClient
 from shmrl.monitor.metrics import LoopLag
 from shmrl.node.host import read_token
 from shmrl.orchestrator.dispatcher import Dispatcher
-from shmrl.orchestrator.episodes import Ask, Episodes, together
+from shmrl.orchestrator.episodes import Episodes, together
 from shmrl.orchestrator.ledger import Ledger
 from shmrl.orchestrator.link import TrainerLink
 from shmrl.orchestrator.report import StepReport
 from shmrl.orchestrator.sinks import Batch, EvalSink, TrainSink
 from shmrl.orchestrator.sources import Source
+from shmrl.orchestrator.warmup import WarmUp
 from shmrl.payload import micro_batch_to_wire, pack
 from shmrl.types import MicroBatch, Sample
 
@@ -72,9 +73,9 @@ class Orchestrator:
         self.signal: int | None = None
         self._stepping = self._draining = self._clean = False
         self._wake = asyncio.Event()  # a group left, the training ended, a signal came
+        self.attempt = secrets.token_hex(2)  # keeps the tags of a run's attempts apart
         self._background: set[asyncio.Task[None]] = set()
         config = tree.orchestrator
-        attempt = secrets.token_hex(2)
         self.arena = Arena.attach(self._arena_address())
         self.ledger = Ledger(self.arena, tree.trainer.ranks)
         token = read_token(tree.arena)
@@ -83,13 +84,12 @@ class Orchestrator:
         self.sources = [Source(tree, i, EnvClient(tree.env_address(i), token)) for i in range(len(tree.sources))]
         train = [source for source in self.sources if source.split == "train"]
         self.sink = TrainSink(tree, self.ledger, self.episodes)
-        self.dispatcher = Dispatcher(tree, train, self.episodes, self.sink, attempt, self._wake.set)
-        self.evals = [EvalSink(s, self.ledger, self.episodes, attempt) for s in self.sources if s.split == "eval"]
+        self.dispatcher = Dispatcher(tree, train, self.episodes, self.sink, self.attempt, self._wake.set)
+        self.evals = [EvalSink(s, self.ledger, self.episodes, self.attempt) for s in self.sources if s.split == "eval"]
         self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
         self.link = TrainerLink(tree.trainer_address, tree.trainer.ranks, token)
         self.lag = LoopLag()
         self.report = StepReport(tree, self.arena, self.episodes, self.sources, self.lag)
-        self._attempt = attempt
 
     def _arena_address(self) -> str:
         if self.tree.arena.address is None:
@@ -103,10 +103,10 @@ class Orchestrator:
         self.arena.discard(self.tree.run.name)  # what an earlier attempt left behind in a node's arena
         step = await self._connect()
         self.report.open(step)
-        self._spawn(self.lag.run())
-        self._spawn(self.episodes.watch())
+        self.spawn(self.lag.run())
+        self.spawn(self.episodes.watch())
         if step == 0:
-            await self._warm_up()
+            await WarmUp(self).run()
         await self._begin(step)
         if step == 0 and self.evals:
             self.report.write({"step": 0, **await self._evaluate(0)})
@@ -154,10 +154,10 @@ class Orchestrator:
 
     async def _steps(self, completed: int) -> None:
         training: asyncio.Task[None] | None = None
-        self.dispatcher.step, self._stepping = completed + 1, True
-        dispatching = self._spawn(self.dispatcher.run())
+        self._stepping = True
+        self.dispatcher.collecting(completed + 1)
+        dispatching = self.spawn(self.dispatcher.run())
         for step in range(completed + 1, self.tree.run.max_steps + 1):
-            self.dispatcher.collecting(step)
             began = time.monotonic()
             batch = await self._collect(step, dispatching, training)
             collect_s = time.monotonic() - began
@@ -165,7 +165,7 @@ class Orchestrator:
                 await training
             if batch is None:
                 return
-            training = self._spawn(self._train(batch, collect_s))
+            training = self.spawn(self._train(batch, collect_s))
         if training is not None:
             await training
 
@@ -183,6 +183,7 @@ class Orchestrator:
             if self._draining:
                 return None
             if (batch := self.sink.cut(step)) is not None:
+                self.dispatcher.collecting(step + 1)  # at once: what starts from here on is for a later batch
                 return batch
             self.dispatcher.wake()
             await self._wake.wait()
@@ -192,7 +193,7 @@ class Orchestrator:
         step, due = batch.step, self._eval_due(batch.step)
         self.report.begin(batch, collect_s)
         message = {"run_id": self.tree.run.name, "state": self.dispatcher.state()}
-        sent = await self._ship("step", step, batch.samples, message)
+        sent = await self.ship("step", step, batch.samples, message)
         path = await self.link.published(step)
         if due:
             self.dispatcher.pause()
@@ -204,7 +205,7 @@ class Orchestrator:
             self.dispatcher.resume()
         await self.report.end(batch, metrics, sent)
 
-    async def _ship(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> int:
+    async def ship(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> int:
         """Pack, arm the done sets, send every rank its references; bytes sent."""
         ranks = self._packed(samples)
         self.ledger.ship(ranks, step)
@@ -226,7 +227,7 @@ class Orchestrator:
             pad_to_multiple_of=self.tree.trainer.pad_to_multiple_of,
         )
 
-    # --- evaluation and warm-up ----------------------------------------------------------------------------------
+    # --- evaluation ----------------------------------------------------------------------------------
 
     def _eval_due(self, step: int) -> bool:
         return any(self._wants(sink, step) for sink in self.evals)
@@ -238,44 +239,6 @@ class Orchestrator:
         """Every source due at this version, side by side."""
         found = await together(*[sink.evaluate(step) for sink in self.evals if self._wants(sink, step)])
         return {name: value for metrics in found for name, value in metrics.items()}
-
-    async def _warm_up(self) -> None:
-        """Supervised steps on demonstrations: the ordinary path, every weight 1 and no advantage."""
-        training: asyncio.Task[None] | None = None
-        for step in range(1, self.tree.warmup.steps + 1):
-            samples = await self._demonstrations(step)
-            if training is not None:
-                await training
-            training = self._spawn(self._supervise(step, samples))
-        if training is not None:
-            await training
-
-    async def _demonstrations(self, step: int) -> list[Sample]:
-        """`warmup.batch_size` demonstrated episodes, spread over the train sources in turn."""
-        train = [source for source in self.sources if source.split == "train"]
-        count = self.tree.warmup.batch_size
-        done = await together(*[self._demonstration(train[i % len(train)], step, i) for i in range(count)])
-        samples = [sample for found in done for sample in found]
-        if not samples:
-            raise RunError(
-                f"warm-up step {step}: none of {count} demonstrations could be used (see the warnings above)"
-            )
-        return samples
-
-    async def _demonstration(self, source: Source, step: int, index: int) -> tuple[Sample, ...]:
-        task = await source.next_task()
-        async with self.episodes.permits:
-            seed = source.seed("warmup", step, index)
-            result = await self.episodes.run(
-                Ask(source, task, f"{self._attempt}-w{step}", index, seed, "warmup", version=0)
-            )
-        return self.sink.fitted(result.samples, advantage=0.0)
-
-    async def _supervise(self, step: int, samples: Sequence[Sample]) -> None:
-        await self._ship("warmup", step, samples, {})
-        metrics = await self.link.report(step, "warmup")
-        self.ledger.report(step)
-        self.report.warmed_up(step, metrics)
 
     # --- signals and the end -------------------------------------------------------------------------------------
 
@@ -295,7 +258,7 @@ class Orchestrator:
             self._draining = True
             self._wake.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._ended)

@@ -239,22 +239,29 @@ class EvalSink:
     async def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of this source at policy version `step`: mean reward over successes, pass@k, failures."""
         self._tasks = self._tasks or await self._source.first_tasks(self.config.num_examples)
-        n = self.config.rollouts_per_example
-        every = [(number, index) for number in range(len(self._tasks)) for index in range(n)]
-        rewards = await together(*[self._one(step, number, index) for number, index in every])
-        rows = [rewards[start : start + n] for start in range(0, len(rewards), n)]
-        return self._metrics([[reward for reward in row if reward is not None] for row in rows])
+        asks = [ask for number in range(len(self._tasks)) for ask in self._asks(step, number)]
+        replies = await together(*[self._rewards(ask) for ask in asks])
+        rows: dict[str, list[float]] = {ask.group_id: [] for ask in asks}
+        for ask, rewards in zip(asks, replies, strict=True):
+            rows[ask.group_id] += rewards
+        return self._metrics(list(rows.values()))
 
-    async def _one(self, step: int, number: int, index: int) -> float | None:
-        """One rollout's reward, None if it failed."""
-        group_id, seed = f"{self._attempt}-e{step}.{number}", self._source.seed("eval", number, index)
+    def _asks(self, step: int, number: int) -> list[Ask]:
+        """The requests for one example: one per rollout, or one for all where the environment scores groups."""
+        group_id, task = f"{self._attempt}-e{step}.{number}", self._tasks[number]
+        seeds = tuple(self._source.seed("eval", number, i) for i in range(self.config.rollouts_per_example))
+        if self._source.scores_groups:
+            return [Ask(self._source, task, group_id, 0, seeds, "eval", step)]
+        return [Ask(self._source, task, group_id, i, (seed,), "eval", step) for i, seed in enumerate(seeds)]
+
+    async def _rewards(self, ask: Ask) -> list[float]:
+        """Rewards of a request's successes, under one permit."""
         async with self._episodes.permits:
-            ask = Ask(self._source, self._tasks[number], group_id, index, seed, "eval", step)
-            result = await self._episodes.run(ask)
-        if not result.success:
-            return None
-        self._ledger.release(result.samples)
-        return result.reward
+            results = await self._episodes.run(ask)
+        good = [result for result in results if result.success]
+        for result in good:
+            self._ledger.release(result.samples)
+        return [result.reward for result in good]
 
     def _metrics(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
         prefix, n = f"eval/{self._source.name}", self.config.rollouts_per_example

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from shmrl.config import EvalSource, RunTree, TrainSource
@@ -29,11 +29,18 @@ class Client(Protocol):
     async def run_rollout(
         self, task: Task, *, model: Mapping[str, Any], group_id: str, seed: int, keep: str, tag: str
     ) -> EpisodeResult: ...
+    async def run_group(
+        self, task: Task, *, model: Mapping[str, Any], group_id: str, seeds: Sequence[int], keep: str, tag: str
+    ) -> list[EpisodeResult]: ...
     async def close(self) -> None: ...
 
 
 class Source:
-    """Source `index` of the run, in config order. `position` counts the groups it has started (train) so far."""
+    """Source `index` of the run, in config order.
+
+    `position` counts the tasks it has given out. `scores_groups`: its environment sees a group's episodes together
+    (`score_group`), so that a group is one request.
+    """
 
     config: TrainSource | EvalSource
 
@@ -42,6 +49,7 @@ class Source:
         self.client = client
         self._index = index
         self.position = 0
+        self.scores_groups = False
         self._tree = tree
         self._first, self._page = 0, list[Task]()
         self._size: int | None = None  # of a finite set, once its end was seen
@@ -71,6 +79,7 @@ class Source:
         """Wait until the server is ready. RunError if it cannot do what this run needs: our arena, demonstrations."""
         await self.client.connect(timeout_s)
         info = await self.client.info()
+        self.scores_groups = bool(info["scores_groups"])
         where = f"source {self.name!r} ({info['env_id']} at {self._tree.env_address(self._index)})"
         if self.split == "train" and info["arena"] != arena:
             raise RunError(f"{where} keeps payloads in {info['arena'] or 'no arena'}, this run's is {arena}")

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """The payload room's binding: buffers in, one C call with the GIL released, errors as (code, position).
 
-Owns no data. Called by branch.py, encode.py and ingest.py in env workers, and by assemble.py in trainer ranks. Arrays come
-as C-contiguous buffers (numpy is not imported here); the Python callers turn positions into PayloadErrors.
+Owns no data. Called by branch.py, checks.py, encode.py and forms.py in env workers, by assemble.py in trainer ranks.
+Arrays come as C-contiguous buffers (numpy is not imported here); the Python callers turn positions into PayloadErrors.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -50,7 +50,7 @@ cdef class Buffer:
 
 
 def check_ids(object ids, int type_code, int64_t rows, int64_t k, int64_t limit):
-    """(0, -1), or (-errno, flat index): EDOM for an id outside [0, limit), EEXIST for one repeated within its row of k."""
+    """(0, -1), or (-errno, flat index): EDOM for an id outside [0, limit), EEXIST for one repeated in its row of k."""
     cdef Buffer source = Buffer(ids)
     cdef int64_t where = -1
     cdef int code
@@ -139,7 +139,7 @@ cdef class Sources:
             buffer.release()
 
     def gather(self, object copies, object out):
-        """Runs int64 [n, 7] copies (block, src_offset, src_stride, dst_offset, dst_stride, rows, row_nbytes) into out."""
+        """Runs int64 [n, 7] copies (block, src offset, src stride, dst offset, dst stride, rows, row_nbytes)."""
         cdef Buffer table = Buffer(copies)
         cdef Buffer target = Buffer(out, True)
         cdef int64_t where = -1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -158,7 +159,7 @@ class _Job:
         for span in spans:
             covered[span.at : span.at + span.count] = True
         if entry.is_ragged:
-            return self._ragged(entry, spans), covered
+            return self._ragged(entry, spans, covered), covered
         array = self.staging.take(entry.name, (self.plan.N, *shape), entry.element(self._num_experts()))
         self._gather([copy for span in spans for copy in self._fixed(entry, span, array)], array)
         self._fill(entry, array, covered)
@@ -223,26 +224,32 @@ class _Job:
         elif len(gaps):
             array[gaps] = entry.fill
 
-    def _ragged(self, entry: Field, spans: list[_Span]) -> tuple[NDArray[Any], NDArray[np.int32]]:
-        """Offsets give each span's values and counts; values lie one after the other, in packing order (TK-02)."""
+    def _ragged(
+        self, entry: Field, spans: list[_Span], covered: NDArray[np.bool_]
+    ) -> tuple[NDArray[Any], NDArray[np.int32]]:
+        """(values one after the other in packing order, counts [N]). A piece's rows lie together in its block, so its
+        offsets give the counts of all of them, and where their values start and end (TK-02)."""
         counts = self.staging.take(f"{entry.name}/counts", (self.plan.N,), np.int32)
         counts[:] = 0
         copies: list[list[int]] = []
         total = 0
-        for span in spans:
-            offsets = self._offsets(entry, span)
-            counts[span.at : span.at + span.count] = np.diff(offsets)
-            first, last = int(offsets[0]), int(offsets[-1])
-            copies.append(self._copy(span.piece, self._column(span.piece, entry.name), first, total, last - first))
-            total += last - first
+        for _, runs in groupby(spans, key=lambda span: span.piece.at):
+            first, *others = runs
+            p = first.piece
+            offsets = self._offsets(entry, p, first.row, first.count + sum(span.count for span in others))
+            here = slice(p.at, p.at + p.stop - p.start)
+            counts[here][covered[here]] = np.diff(offsets)
+            start, stop = int(offsets[0]), int(offsets[-1])
+            copies.append(self._copy(p, self._column(p, entry.name), start, total, stop - start))
+            total += stop - start
         values = self.staging.take(entry.name, (total,), entry.element(0))
         self._gather(copies, values)
         return values, counts
 
-    def _offsets(self, entry: Field, span: _Span) -> NDArray[Any]:
-        column = self._column(span.piece, f"{entry.name}/offsets")
-        offsets = np.empty(span.count + 1, column.dtype)
-        self._gather([self._copy(span.piece, column, span.row, 0, span.count + 1)], offsets)
+    def _offsets(self, entry: Field, p: Piece, row: int, count: int) -> NDArray[Any]:
+        column = self._column(p, f"{entry.name}/offsets")
+        offsets = np.empty(count + 1, column.dtype)
+        self._gather([self._copy(p, column, row, 0, count + 1)], offsets)
         return offsets
 
     # --------------------------------------------------------------------------------------------- descriptors

@@ -1,6 +1,6 @@
 """`Branch`: one trainable root-to-leaf path with its arrays, checked. Nothing unchecked is ever stored.
 
-Made by the env worker (usually through `builder.BranchBuilder`) when an episode ends, consumed by `encode`. Holds
+Made by the env worker (usually through `BranchBuilder`) when an episode ends, consumed by `encode`. Holds
 references to the caller's arrays where their types allow it; narrowing happens later, straight into the block.
 """
 
@@ -55,8 +55,7 @@ class Branch:
     Raises PayloadError with field, position and value.
 
     Example:
-        Branch([5, 6, 7], [0, 1, 1], [0.0, -0.1, -0.7], routing=np.zeros((2, 1, 1), int), num_experts=8,
-        meta={"source": "a"})
+        Branch([5, 6, 7], [0, 1, 1], [0.0, -0.1, -0.7], routing=np.ones((2, 1, 1), int), num_experts=8)
     """
 
     __slots__ = ("R", "S", "T", "layers", "logprobs", "loss_mask", "messages", "meta", "num_experts", "rows", "tokens")

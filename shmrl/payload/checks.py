@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shmrl.errors import PayloadError
 from shmrl.payload import _payload
-from shmrl.payload.registry import Field, get_field
+from shmrl.payload.registry import Field, Ragged, get_field
 
 LOGPROBS_MODES = ("raw", "processed")
 
@@ -88,11 +88,12 @@ def check_ids(field: str, rows: NDArray[Any], num_experts: int, first: int = 0) 
     )
     if code:
         at = tuple(int(i) for i in np.unravel_index(where, rows.shape))
+        token = first + at[0]
         what = "repeats in its row" if code == -errno.EEXIST else f"is outside [0, {num_experts})"
         raise PayloadError.of(
             field,
-            f"id {rows[at]} at token {first + at[0]}, layer slot {at[1]}, column {at[2]} {what}: {rows[at[:2]].tolist()}",
-            (first + at[0], *at[1:]),
+            f"id {rows[at]} at token {token}, layer slot {at[1]}, column {at[2]} {what}: {rows[at[:2]].tolist()}",
+            (token, *at[1:]),
             value=int(rows[at]),
         )
 
@@ -103,6 +104,7 @@ def type_code(dtype: np.dtype[Any]) -> int:
 
 
 def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy; numpy values, which msgpack cannot carry, and unknown modes are errors."""
     for key, value in meta.items():
         if isinstance(value, np.generic):
             raise PayloadError.of("meta", f"{key!r} is a numpy {value.dtype}, give a plain number", key)
@@ -117,6 +119,7 @@ def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_loss_mask(value: ArrayLike, T: int) -> NDArray[np.bool_]:
+    """bool [T] of zeros and ones."""
     array = integers(value, "loss_mask", 1, limit=2)
     if len(array) != T:
         raise PayloadError.of("loss_mask", f"{len(array)} positions for {T} tokens", value=len(array))
@@ -124,6 +127,7 @@ def checked_loss_mask(value: ArrayLike, T: int) -> NDArray[np.bool_]:
 
 
 def checked_logprobs(value: ArrayLike, loss_mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """float32 [T]; what was sampled had a probability above zero."""
     array = np.ascontiguousarray(numbers(value, "logprobs", "fiu"), np.float32)
     if array.shape != loss_mask.shape:
         raise PayloadError.of("logprobs", f"shape {array.shape} for {len(loss_mask)} tokens", value=array.shape)
@@ -142,7 +146,7 @@ def checked_experts(
     if "routing" in given and (num_experts is None or num_experts < 1):
         raise PayloadError.of("num_experts", f"routing needs num_experts, got {num_experts}", value=num_experts)
     if layers is None:
-        shapes = [np.shape(value) for name, value in given.items() if get_field(name).layer_axis == 0]
+        shapes = [numbers(v, name, "iufb").shape for name, v in given.items() if get_field(name).layer_axis == 0]
         ids = tuple(range(shapes[0][1])) if shapes and len(shapes[0]) > 1 else ()
     else:
         ids = tuple(int(layer) for layer in layers)
@@ -152,6 +156,7 @@ def checked_experts(
 
 
 def by_field(routing: Any, head: Any, mask: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, by registered name; None means not captured."""
     given = {name: value for name, value in fields.items() if get_field(name) and value is not None}
     if routing is not None:
         given["routing"] = routing
@@ -171,14 +176,10 @@ def _pair(field: str, value: Any) -> tuple[Any, Any]:
 
 
 def fixed_rows(field: Field, value: Any) -> Rows:
-    assert not field.is_ragged
-    shape: tuple[Any, ...] = field.row_shape  # type: ignore[assignment]
-    if field.dtype is None:
-        array = numbers(value, field.name, "iu")
-    else:
-        array = _as_element(
-            field.name, numbers(value, field.name, "iuf" if field.dtype.kind == "f" else "iub"), field.dtype
-        )
+    """Rows of the registered shape and type; expert ids keep the type they came in until they are narrowed."""
+    assert not isinstance(field.row_shape, Ragged)
+    shape = field.row_shape
+    array = numbers(value, field.name, "iu") if field.dtype is None else _elements(field.name, value, field.dtype)
     fits = array.ndim == 1 + len(shape) and all(
         not isinstance(want, int) or want == have for want, have in zip(shape, array.shape[1:], strict=True)
     )
@@ -188,8 +189,9 @@ def fixed_rows(field: Field, value: Any) -> Rows:
     return Rows(array)
 
 
-def _as_element(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+def _elements(name: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Contiguous, of the field's type; integers that would not survive the cast are errors."""
+    array = numbers(value, name, "iuf" if dtype.kind == "f" else "iub")
     if dtype.kind in "iu" and array.dtype != dtype and array.size:
         limits = np.iinfo(dtype)
         bad = (array < limits.min) | (array > limits.max)
@@ -204,9 +206,7 @@ def ragged_rows(field: Field, value: Any, loss_mask: NDArray[np.bool_]) -> Rows:
     assert field.dtype is not None
     raw_values, raw_counts = _pair(field.name, value)
     counts = integers(raw_counts, f"{field.name} counts", 1, limit=2**31)
-    values = _as_element(
-        field.name, numbers(raw_values, field.name, "iuf" if field.dtype.kind == "f" else "iub"), field.dtype
-    )
+    values = _elements(field.name, raw_values, field.dtype)
     total = int(counts.sum(dtype=np.int64))
     if values.ndim != 1 or total != len(values):
         raise PayloadError.of(field.name, f"counts sum to {total}, there are {values.size} values", value=total)
@@ -233,12 +233,14 @@ def _sampled_counts(name: str, counts: NDArray[np.int32], loss_mask: NDArray[np.
 
 
 def check_negative(field: str, ids: NDArray[Any]) -> None:
+    """Token ids start at 0."""
     if ids.size and int(ids.min()) < 0:
         at = tuple(int(i) for i in np.unravel_index(int(np.argmin(ids)), ids.shape))
         raise PayloadError.of(field, f"negative id {ids[at]} at {at}", at, value=int(ids[at]))
 
 
 def check_sampled_first(ids: NDArray[Any], sampled: NDArray[np.int32]) -> None:
+    """Column 0 of a head that says so is the sampled token (TK-07)."""
     wrong = ids[:, 0] != sampled if ids.shape[1] else np.ones(len(ids), np.bool_)
     if wrong.any():
         row = int(np.argmax(wrong))
@@ -252,12 +254,6 @@ def check_sampled_first(ids: NDArray[Any], sampled: NDArray[np.int32]) -> None:
 
 def truncation(meta: Mapping[str, Any]) -> str:
     """How the source's sampling was truncated, as text; empty if the whole vocabulary could be drawn."""
-    top_p, top_k, min_p = meta.get("top_p"), meta.get("top_k"), meta.get("min_p")
-    parts = []
-    if top_p is not None and top_p < 1:
-        parts.append(f"top_p={top_p}")
-    if top_k is not None and top_k > 0:
-        parts.append(f"top_k={top_k}")
-    if min_p is not None and min_p > 0:
-        parts.append(f"min_p={min_p}")
-    return ", ".join(parts)
+    top_p, top_k, min_p = (meta.get(key) for key in ("top_p", "top_k", "min_p"))
+    cuts = {"top_p": top_p is not None and top_p < 1, "top_k": top_k is not None and top_k > 0, "min_p": bool(min_p)}
+    return ", ".join(f"{key}={meta[key]}" for key, cut in cuts.items() if cut)

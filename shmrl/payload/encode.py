@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +18,7 @@ from shmrl.errors import PayloadError
 from shmrl.payload import _payload
 from shmrl.payload.branch import Branch
 from shmrl.payload.checks import Rows, type_code
-from shmrl.payload.header import Column, Header, align, name_of, read_header, read_loss_mask, read_tokens
+from shmrl.payload.header import Column, Header, align, name_of, packed, read_header, read_loss_mask, read_tokens
 from shmrl.payload.registry import all_fields, get_field
 from shmrl.types import Sample
 
@@ -44,7 +43,7 @@ def encode(
     prefix: tuple[Sample, int] | None = None,
     *,
     timeout_s: float = 30.0,
-    on_full: str = "block",
+    on_full: Literal["block", "raise"] = "block",
 ) -> Sample:
     """Stores a branch in one block and returns its reference, which is O(1) in its size. The caller owns the block.
 
@@ -120,7 +119,7 @@ def _arrays(branch: Branch, start: int) -> list[_Array]:
         _copied("logprobs", branch.logprobs[start:]),
     ]
     if branch.messages is not None:
-        out.append(_copied("text", np.frombuffer(_packed(branch.messages), np.uint8)))
+        out.append(_copied("text", np.frombuffer(packed("text", branch.messages), np.uint8)))
     sampled_before = branch.S - int(np.count_nonzero(loss))
     for field in all_fields():
         rows = branch.rows.get(field.name)
@@ -154,13 +153,6 @@ def _copied(name: str, source: NDArray[Any]) -> _Array:
         target[...] = source
 
     return _Array(name, source.dtype, source.shape, fill)
-
-
-def _packed(messages: list[Any]) -> bytes:
-    try:
-        return bytes(msgpack.packb(messages))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise PayloadError.of("text", f"messages that msgpack cannot carry ({error})") from error
 
 
 def _check_prefix(arena: Arena, branch: Branch, sample: Sample, n: int) -> None:

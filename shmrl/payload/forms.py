@@ -241,6 +241,6 @@ def mask_rows(sampling_mask: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32]
 def mask_from_logprobs(top: TopLogprobs) -> list[list[int]]:
     """The kept sets of an engine that reports none: the ids whose *processed* log-probability is not -inf, sorted.
 
-    Right only with processed log-probabilities and as many of them as top_k (vLLM 0.30; equal to 0.32's own mask there).
+    Right only with processed log-probabilities and as many of them as top_k (vLLM 0.30; equal to 0.32's own mask).
     """
     return [sorted({int(i) for i, value in zip(ids, values, strict=True) if value > EXCLUDED}) for ids, values in top]

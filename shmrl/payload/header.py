@@ -92,7 +92,8 @@ class Header:
 
     def pack(self) -> tuple[bytes, int]:
         """(prefix and msgpack header, offset of the first column); columns hold offsets relative to that."""
-        body = msgpack.packb(
+        body = packed(
+            "meta",
             {
                 "T": self.T, "S": self.S, "R": self.R, "start": self.start, "fields": self.fields, "meta": self.meta,
                 "layers": self.layers, "num_experts": self.num_experts, "fingerprint": self.fingerprint,
@@ -140,6 +141,14 @@ class Header:
             return ()
         shape = self.columns[field.name].shape[1:]
         return (*shape, self.num_experts) if field.dtype is None else shape
+
+
+def packed(field: str, value: Any) -> bytes:
+    """msgpack of a value; PayloadError naming the field it belongs to if it holds what msgpack cannot carry."""
+    try:
+        return bytes(msgpack.packb(value))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise PayloadError.of(field, f"something that msgpack cannot carry ({error})") from error
 
 
 def align(nbytes: int) -> int:

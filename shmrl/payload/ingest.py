@@ -189,7 +189,7 @@ class BranchBuilder:
         self._heads.append(head_rows(top, new, self._head_k))
 
     def _add_mask(self, generation: Generation, new: list[int]) -> None:
-        """Without a mask nothing was restricted, as far as the engine knows; `Branch` refuses that on truncated sources."""
+        """No mask: the engine restricted nothing, as far as it knows; `Branch` refuses that on truncated sources."""
         kept = generation.sampling_mask
         if kept is not None and len(kept) != len(new):
             raise PayloadError.of("mask", f"{len(kept)} kept sets for {len(new)} generated tokens", value=len(kept))

@@ -8,6 +8,7 @@ difference.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +31,10 @@ class _Bin:
     routed: bool | None = None
 
     def takes(self, sample: Sample, seq_len: int) -> bool:
+        if self.tokens + sample.T > seq_len:
+            return False
         kind = _routed(sample)
-        return self.tokens + sample.T <= seq_len and (kind is None or self.routed is None or kind == self.routed)
+        return kind is None or self.routed is None or kind == self.routed
 
     def add(self, sample: Sample) -> None:
         self.samples.append(sample)
@@ -113,33 +116,45 @@ def _routed(sample: Sample) -> bool | None:
 
 
 def _fill(samples: Sequence[Sample], seq_len: int, num_ranks: int) -> list[_Bin]:
-    # Samples that decide a bin's kind come first, so that those without loss tokens find the kinds decided.
+    """First-fit decreasing, then levelled. Samples that decide a bin's kind come first, the others find it decided."""
     order = sorted(samples, key=lambda s: (_routed(s) is None, -s.T))
+    smallest = min((sample.T for sample in samples), default=0)
     bins: list[_Bin] = []
+    open_bins: list[_Bin] = []
     for sample in order:
-        target = next((b for b in bins if b.takes(sample, seq_len)), None)
+        target = next((b for b in open_bins if b.takes(sample, seq_len)), None)
         if target is None:
             target = _Bin()
             bins.append(target)
+            open_bins.append(target)
         target.add(sample)
-    spare = -len(bins) % num_ranks
-    return _level(order, bins, seq_len, spare) or bins
+        if target.tokens + smallest > seq_len:
+            open_bins.remove(target)
+    return _level(order, bins, seq_len, -len(bins) % num_ranks) or bins
 
 
 def _level(order: Sequence[Sample], first_fit: list[_Bin], seq_len: int, spare: int) -> list[_Bin] | None:
-    """The same samples over the same number of bins plus `spare`, each into the cheapest that takes it; None if one
-    fits
-    nowhere. Kinds are fixed beforehand, in first-fit's proportion; spare bins go to the kind with the most work."""
+    """The same samples over `spare` more bins, each into the cheapest that takes it; None if one fits nowhere.
+
+    Kinds are fixed beforehand, in first-fit's proportion; spare bins go to the kind with the most work per bin.
+    """
     kinds = [b.routed for b in first_fit]
     work = {kind: sum(b.flops for b in first_fit if b.routed == kind) for kind in set(kinds)}
     for _ in range(spare):
         kinds.append(max(work, key=lambda kind: work[kind] / kinds.count(kind)))
     bins = [_Bin(routed=kind) for kind in kinds]
+    cheapest = [(0.0, index) for index in range(len(bins))]
     for sample in sorted(order, key=lambda s: (_routed(s) is None, -estimated_flops(s))):
-        open_bins = [b for b in bins if b.takes(sample, seq_len)]
-        if not open_bins:
+        passed = []
+        while cheapest and not bins[cheapest[0][1]].takes(sample, seq_len):
+            passed.append(heapq.heappop(cheapest))
+        if not cheapest:
             return None
-        min(open_bins, key=lambda b: b.flops).add(sample)
+        index = cheapest[0][1]
+        bins[index].add(sample)
+        heapq.heapreplace(cheapest, (bins[index].flops, index))
+        for entry in passed:
+            heapq.heappush(cheapest, entry)
     return [b for b in bins if b.samples]
 
 

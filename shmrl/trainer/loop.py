@@ -57,8 +57,9 @@ class RankLoop:
     def __init__(self, tree: RunTree, ranks: Ranks, arena: Arena, resume: bool) -> None:
         self._tree, self._ranks = tree, ranks
         self.step = (latest_checkpoint(tree.run.output_dir) or 0) if resume else 0
-        self._source = checkpoint.checkpoint_dir(tree, self.step) if self.step else tree.initial_weights
-        self._policy = load_policy(tree, self._source, ranks.device)
+        self._source = tree.initial_weights  # of tokenizer files: a checkpoint may be pruned while this rank lives
+        start = checkpoint.checkpoint_dir(tree, self.step) if self.step else tree.initial_weights
+        self._policy = load_policy(tree, start, ranks.device)
         bfloat16 = tree.trainer.precision == "bfloat16"
         module = ranks.wrap(self._policy, fsdp=tree.trainer.fsdp, bfloat16=bfloat16)
         self._warmed = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from shmrl.arena import Arena
 from shmrl.config import EnvServerConfig
 from shmrl.env.client import EnvClient
 from shmrl.env.server import EnvServer
-from shmrl.types import Task
+from shmrl.types import EpisodeResult, Task
 from tests.support.fake_engine import FakeEngine
 
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
@@ -82,50 +82,59 @@ def spec(engine, model_dir) -> Callable[..., dict[str, Any]]:
     return make
 
 
-@pytest.fixture
-def hosted(arena):
-    """`async with hosted("reverse-text", {...}, workers=2) as (client, server)`: a server in this process, its workers beside."""
-
-    @asynccontextmanager
-    async def host(
-        env_id: str, args: dict[str, Any] | None = None, **serve: Any
-    ) -> AsyncIterator[tuple[EnvClient, EnvServer]]:
-        server = EnvServer(env_id, args, config=server_config(arena.address, env_id, args, **serve))
-        running = asyncio.create_task(server.run())
-        waiting = asyncio.create_task(server.bound.wait())
-        await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
-        client = EnvClient(server.address)
-        try:
-            await client.connect(60)
-            yield client, server
-        finally:
-            waiting.cancel()
-            await client.close()
-            await server.close()
-            await running
-
-    return host
-
-
 def server_config(
-    arena: str | None,
+    address: str | None,
     env_id: str,
     args: dict[str, Any] | None = None,
     *,
     workers: int = 1,
     max_turns: int | None = None,
-    **serve: Any,
+    **tables: Any,
 ) -> EnvServerConfig:
+    """An env server's configuration on a free port; without an arena's address, it makes its own."""
+    where = {"address": address} if address else {"capacity": "8MiB"}
     return EnvServerConfig.model_validate(
         {
             "name": "test",
             "env": {"id": env_id, "args": args or {}, "max_turns": max_turns},
-            "serve": {"address": "tcp://127.0.0.1:0", "pool": {"workers": workers}, **serve},
-            "arena": {"address": arena} if arena else {"capacity": "8MiB"},
+            "serve": {"address": "tcp://127.0.0.1:0", "pool": {"workers": workers}, **tables.pop("serve", {})},
+            "arena": where | tables.pop("arena", {}),
+            **tables,
         }
     )
 
 
-def rollout(client: EnvClient, task: Task, spec: dict[str, Any], index: int = 0, keep: str = "train"):
+@asynccontextmanager
+async def serving(config: EnvServerConfig, token: str | None = None) -> AsyncIterator[tuple[EnvClient, EnvServer]]:
+    """A server in this process, its workers beside it, and a connected client."""
+    server = EnvServer(config.env.id, config.env.args, config=config)
+    running = asyncio.create_task(server.run())
+    await server.bound.wait()
+    client = EnvClient(server.address, token)
+    try:
+        await client.connect(60)
+        yield client, server
+    finally:
+        await client.close()
+        await server.close()
+        await running
+
+
+@pytest.fixture
+def hosted(arena):
+    """`async with hosted("reverse-text", {...}, workers=2) as (client, server)`: `serving` with the test's arena."""
+    return lambda env_id, args=None, **rest: serving(server_config(arena.address, env_id, args, **rest))
+
+
+def rollout(
+    client: EnvClient, task: Task, spec: dict[str, Any], index: int = 0, keep: str = "train"
+) -> Coroutine[Any, Any, EpisodeResult]:
     """One episode with a tag of its own."""
     return client.run_rollout(task, model=spec, group_id="g", seed=index, keep=keep, tag=f"run/test/g/{index}")
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    """Wait for something that another process brings about; TimeoutError after `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

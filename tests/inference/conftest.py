@@ -105,7 +105,7 @@ def server(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture
 async def client(server: ServerProcess) -> Any:
     async with EngineClient([server.url], timeout_s=60) as client:
-        await client.health(60)
+        await client.health(120)
         yield client
 
 

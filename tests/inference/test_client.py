@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -231,3 +233,8 @@ async def test_weight_updates_go_everywhere_and_always_resume() -> None:
     assert json.loads(good.seen[1][1]) == {"method": "shmrl_load_weights", "args": ["/w/step_3"], "kwargs": {}}
     assert json.loads(good.seen[3][1]) == {"new_version": "3"}
     assert [path for path, _ in bad.seen] == ["/pause?mode=wait", "/collective_rpc", "/resume"]
+
+
+def test_importing_the_client_is_light() -> None:
+    code = "import sys, shmrl.inference.client; print({'torch', 'transformers', 'numpy'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

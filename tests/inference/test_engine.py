@@ -41,6 +41,16 @@ def full_forward(net: Any, tokens: list[int]) -> tuple[torch.Tensor, np.ndarray]
     return out.logits[0].float().log_softmax(-1), routes.numpy()
 
 
+def reference(path: Path) -> Any:
+    """The checkpoint as transformers alone runs it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def net(tiny_dir: Path) -> Any:
+    return reference(tiny_dir)
+
+
 @pytest.fixture
 def original(driver: Driver, tiny_dir: Path) -> Iterator[Driver]:
     """The driver, with its weights and version put back afterwards."""
@@ -49,9 +59,9 @@ def original(driver: Driver, tiny_dir: Path) -> Iterator[Driver]:
     driver.engine.set_version("0").result(30)
 
 
-def test_greedy_tokens_equal_generate(driver: Driver) -> None:
+def test_greedy_tokens_equal_generate(driver: Driver, net: Any) -> None:
     rows = driver.rows(*((p, {"temperature": 0, "max_tokens": 24, "ignore_eos": True}) for p in PROMPTS))
-    assert [row.tokens for row in rows] == [greedy(driver.model.net, p, 24) for p in PROMPTS]
+    assert [row.tokens for row in rows] == [greedy(net, p, 24) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 32}, {"temperature": 0.7, "min_p": 0.05}])
@@ -76,9 +86,9 @@ def test_rows_join_while_others_run_and_wait_for_a_free_slot(tiny_dir: Path, dri
     assert small.engine.stats().finished == {"length": 12}
 
 
-def test_logprobs_and_routes_equal_a_full_forward(driver: Driver) -> None:
+def test_logprobs_and_routes_equal_a_full_forward(driver: Driver, net: Any) -> None:
     for row in driver.rows(*((p, {**SAMPLED, "seed": i}) for i, p in enumerate(PROMPTS))):
-        logprobs, routes = full_forward(driver.model.net, row.prompt + row.tokens)
+        logprobs, routes = full_forward(net, row.prompt + row.tokens)
         drawn = logprobs[len(row.prompt) - 1 : -1]
         assert row.logprobs == pytest.approx(
             drawn.gather(1, torch.tensor(row.tokens)[:, None])[:, 0].tolist(), abs=1e-5
@@ -91,10 +101,10 @@ def test_logprobs_and_routes_equal_a_full_forward(driver: Driver) -> None:
         assert (captured == routes[:-1]).all()
 
 
-def test_masks_hold_the_drawn_id_and_the_whole_mass(driver: Driver) -> None:
+def test_masks_hold_the_drawn_id_and_the_whole_mass(driver: Driver, net: Any) -> None:
     sampling = {**SAMPLED, "logprobs": 40, "top_k": 40, "top_p": 0.8, "min_p": 0.02, "temperature": 0.7}
     for row in driver.rows(*((p, {**sampling, "seed": i}) for i, p in enumerate(PROMPTS))):
-        logprobs, _ = full_forward(driver.model.net, row.prompt + row.tokens)
+        logprobs, _ = full_forward(net, row.prompt + row.tokens)
         for i, (token, kept) in enumerate(zip(row.tokens, row.kept, strict=True)):
             assert kept is not None
             assert token in kept
@@ -111,10 +121,10 @@ def test_other_families_that_use_full_attention(family: str, tmp_path: Path) -> 
     """DeepSeek-V3: keys and values differ in width. Qwen3-MoE here, DeepSeek-V3 and GLM-4 have dense first layers."""
     torch.manual_seed(0)
     path = save_small(family, tmp_path)
-    small = Driver(path)
+    small, net = Driver(path), reference(path)
     rows = small.rows(*((p, {"temperature": 0, "max_tokens": 12, "ignore_eos": True}) for p in PROMPTS[:4]))
     small.engine.close()
-    assert [row.tokens for row in rows] == [greedy(small.model.net, p, 12) for p in PROMPTS[:4]]
+    assert [row.tokens for row in rows] == [greedy(net, p, 12) for p in PROMPTS[:4]]
     captured = rows[0].all_routing()
     if family == "Llama":
         assert captured is None
@@ -125,10 +135,11 @@ def test_other_families_that_use_full_attention(family: str, tmp_path: Path) -> 
         assert (captured[:, 0] == [0, 1]).all() == dense
 
 
-def save_small(family: str, path: Path, **more: Any) -> Path:
+def save_small(family: str, path: Path, *, num_experts: int = 4, **more: Any) -> Path:
     sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
-    experts = {"num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    names = ("num_experts", "n_routed_experts", "num_local_experts")  # what each family calls it
+    experts = {**dict.fromkeys(names, num_experts), "num_experts_per_tok": 2}
     dense = {"first_k_dense_replace": 1, "mlp_only_layers": [0], "moe_intermediate_size": 24, "n_group": 1}
     mla = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
     if family == "DeepseekV3":
@@ -138,6 +149,15 @@ def save_small(family: str, path: Path, **more: Any) -> Path:
     config = getattr(transformers, f"{family}Config")(**given | more)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(path)
     return path
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (257, np.uint16)])
+def test_routing_is_as_narrow_as_the_expert_count_allows(tmp_path: Path, experts: int, dtype: type) -> None:
+    model = Model(save_small("Qwen3Moe", tmp_path, num_experts=experts, mlp_only_layers=[]))
+    _, routing = model.prefill([list(range(200))], 0)
+    assert routing is not None
+    assert (routing.dtype, model.num_experts) == (dtype, experts)
+    assert routing.max() > 200
 
 
 def test_sliding_windows_are_refused_at_load(tmp_path: Path) -> None:
@@ -210,8 +230,7 @@ def test_generation_ends_where_the_context_does(driver: Driver) -> None:
 def test_new_weights_are_what_a_fresh_model_computes(original: Driver, other_dir: Path) -> None:
     original.engine.load_weights(other_dir).result(30)
     row = original.rows((PROMPTS[4], {"temperature": 0, "max_tokens": 16, "ignore_eos": True}))[0]
-    fresh = transformers.AutoModelForCausalLM.from_pretrained(other_dir, dtype=torch.float32)
-    assert row.tokens == greedy(fresh, PROMPTS[4], 16)
+    assert row.tokens == greedy(reference(other_dir), PROMPTS[4], 16)
 
 
 def test_pause_keep_goes_on_under_new_weights_with_versions_per_token(original: Driver, other_dir: Path) -> None:

@@ -245,7 +245,7 @@ server.main()
 async def test_the_death_of_the_engine_thread_ends_the_process(tiny_dir: Path, tmp_path: Path) -> None:
     process = ServerProcess(tiny_dir, tmp_path / "log", python=DYING)
     async with EngineClient([process.url], timeout_s=1) as client, aiohttp.ClientSession() as session:
-        await client.health(60)
+        await client.health(120)
         url = process.url + "/inference/v1/generate"
         async with session.post(url, json={"token_ids": [13]}) as response:
             assert response.status == 500

@@ -102,6 +102,14 @@ def test_a_signal_that_killed_a_role_is_named(launch):
     assert (code, "engine exited with code -9 (killed by SIGKILL)" in output) == (1, True), output
 
 
+def test_a_role_whose_failure_is_seen_after_the_orchestrators_is_the_cause(launch):
+    late = "import time; time.sleep(0.5); raise SystemExit(3)"
+    code, output = launch(server("env"), "orchestrator|fd|raise SystemExit(1)", f"trainer|f|{late}").finish()
+    assert code == 1
+    assert "orchestrator exited with code 1" in output
+    assert "Outcome(code=1, status='failed', reason='trainer exited with code 3')" in output
+
+
 def test_a_server_that_exits_with_zero_is_a_failure_too(launch):
     code, output = launch("env||pass", server("orchestrator", "fd")).finish()
     assert (code, "env exited with code 0" in output) == (1, True), output

@@ -11,6 +11,7 @@ from shmrl.orchestrator.episodes import Episodes
 from shmrl.orchestrator.ledger import Ledger
 from shmrl.orchestrator.sinks import TrainSink
 from shmrl.orchestrator.sources import Source
+from tests.env.conftest import model_dir  # noqa: F401 (a fixture: a tokenizer and a router's shape)
 
 
 @pytest.fixture
@@ -54,7 +55,8 @@ def parts(arena):
 
 async def collect(parts, step):
     """What the loop does to get a batch."""
-    parts.dispatcher.collecting(step)
+    if parts.dispatcher.step < step:
+        parts.dispatcher.collecting(step)
     running = asyncio.create_task(parts.dispatcher.run())
     try:
         async with asyncio.timeout(20):
@@ -63,6 +65,7 @@ async def collect(parts, step):
                 if parts.dispatcher.failure:
                     raise parts.dispatcher.failure
                 if (batch := parts.sink.cut(step)) is not None:
+                    parts.dispatcher.collecting(step + 1)
                     return batch
                 parts.dispatcher.wake()
                 await parts.wake.wait()
@@ -71,11 +74,11 @@ async def collect(parts, step):
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def until(condition, timeout_s=20):
+async def until(condition, timeout_s=20, poll_s=0.001):
     """Let the loop run until `condition()` holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(poll_s)
 
 
 async def finish(parts):

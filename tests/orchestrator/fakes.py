@@ -68,6 +68,10 @@ class Client:
             version_start=version, version_end=version, wire_bytes=200,
         )  # fmt: skip
 
+    async def run_group(self, task, *, model, group_id, seeds, keep, tag):
+        facts = {"model": model, "group_id": group_id, "keep": keep}
+        return [await self.run_rollout(task, seed=seed, tag=f"{tag}/{i}", **facts) for i, seed in enumerate(seeds)]
+
     async def health(self):
         return {"rss_bytes": 1}
 

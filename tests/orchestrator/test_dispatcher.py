@@ -243,5 +243,20 @@ async def test_a_reward_that_is_no_number_is_a_failure(tmp_path, arena, worker, 
     assert arena.stats()["blocks"] == 0
 
 
+async def test_a_group_its_environment_scores_is_one_request(tmp_path, arena, worker, parts):
+    client = Client(worker, lambda call: ErrorInfo("EngineError", "503") if call == 1 else float(call))
+    p = parts(tree(tmp_path, batch_size=4, group_size=4, max_inflight=4), [client])
+    p.sources[0].scores_groups = True
+    batch = await collect(p, 1)
+    assert [asked[5] for asked in client.asked[:4]] == [f"t/a/a-0/{i}" for i in range(4)]
+    assert [episode.result.reward for episode in batch.episodes[:3]] == [0.0, 2.0, 3.0]
+    assert ended(p)["failed"] == 1
+    assert p.ledger.open()[batch.samples[0].handles[0]].tag == "t/a/a-0/0"
+    p.ledger.release(batch.samples)
+    await finish(p)
+    assert p.episodes.permits._value == 4
+    assert arena.stats()["blocks"] == 0
+
+
 def test_outcomes_are_the_pinned_ones():
     assert OUTCOMES == ("shipped", "filtered", "stale", "failed", "cancelled", "timed_out")

@@ -6,14 +6,12 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from shmrl.arena import Arena
 from shmrl.config import dump_toml, env_server_from, load_run
+from tests.orchestrator.conftest import until
 from tests.support.fake_engine import FakeEngine
 from tests.support.runs import free_ports
 
@@ -53,17 +51,6 @@ sampling = { max_tokens = 8 }
 interval = 2
 num_examples = 5
 """
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    """A model directory with a tokenizer, written by a child so that no torch is imported here."""
-    out = tmp_path_factory.mktemp("model") / "run"
-    file = out.parent / "tiny.toml"
-    text = CONFIG.replace('path = "MODEL"', "[model.tiny]\nhidden = 32").replace("URL", "http://127.0.0.1:1")
-    file.write_text(text.replace("max_steps = 3", f'max_steps = 3\noutput_dir = "{out}"'))
-    subprocess.run([sys.executable, "-m", "shmrl.inference.embedded.tiny", str(file)], check=True, cwd=ROOT)
-    return out / "weights" / "step_0"
 
 
 class Site:
@@ -134,10 +121,10 @@ class Site:
         return [json.loads(line) for line in (self.out / name).read_text().splitlines()]
 
 
-async def test_three_steps_two_sources_one_evaluation_and_nothing_left(tmp_path, model):
+async def test_three_steps_two_sources_one_evaluation_and_nothing_left(tmp_path, model_dir):
     async with (
         FakeEngine(abort_every=7) as engine,
-        Site(tmp_path, model, engine, CONFIG + TWO_MORE, orchestrator__max_off_policy_steps="0") as site,
+        Site(tmp_path, model_dir, engine, CONFIG + TWO_MORE, orchestrator__max_off_policy_steps="0") as site,
     ):
         code, output = await site.orchestrate()
         assert code == 0, output
@@ -174,8 +161,8 @@ async def test_three_steps_two_sources_one_evaluation_and_nothing_left(tmp_path,
         assert "step 3/3 | " in output
 
 
-async def test_one_step_of_lag_is_used_and_kept(tmp_path, model):
-    async with FakeEngine() as engine, Site(tmp_path, model, engine, run__max_steps="5") as site:
+async def test_one_step_of_lag_is_used_and_kept(tmp_path, model_dir):
+    async with FakeEngine() as engine, Site(tmp_path, model_dir, engine, run__max_steps="5") as site:
         code, output = await site.orchestrate()
         assert code == 0, output
         lags = [lag for rank in range(2) for line in site.lines(f"rank_{rank}.jsonl") for lag in line["lags"]]
@@ -183,9 +170,9 @@ async def test_one_step_of_lag_is_used_and_kept(tmp_path, model):
         assert site.arena.stats()["blocks"] == 0
 
 
-async def test_the_warm_up_comes_first_and_its_samples_have_weight_only(tmp_path, model):
+async def test_the_warm_up_comes_first_and_its_samples_have_weight_only(tmp_path, model_dir):
     flags = {"warmup__steps": "2", "warmup__batch_size": "6", "run__max_steps": "1"}
-    async with FakeEngine() as engine, Site(tmp_path, model, engine, **flags) as site:
+    async with FakeEngine() as engine, Site(tmp_path, model_dir, engine, **flags) as site:
         code, output = await site.orchestrate()
         assert code == 0, output
         lines = site.lines("rank_0.jsonl")
@@ -197,8 +184,8 @@ async def test_the_warm_up_comes_first_and_its_samples_have_weight_only(tmp_path
         assert site.arena.stats()["blocks"] == 0
 
 
-async def test_a_signal_drains_and_a_resumed_run_goes_on_with_the_same_servers(tmp_path, model):
-    async with FakeEngine() as engine, Site(tmp_path, model, engine, run__max_steps="200") as site:
+async def test_a_signal_drains_and_a_resumed_run_goes_on_with_the_same_servers(tmp_path, model_dir):
+    async with FakeEngine() as engine, Site(tmp_path, model_dir, engine, run__max_steps="200") as site:
         ranks = await site.ranks()
         process = await site.spawn("-m", "shmrl", "orchestrator", site.file)
         while b"step 3/" not in await asyncio.wait_for(process.stdout.readline(), 60):
@@ -223,21 +210,40 @@ async def test_a_signal_drains_and_a_resumed_run_goes_on_with_the_same_servers(t
         assert site.arena.stats()["blocks"] == 0
 
 
-async def test_ranks_that_stand_elsewhere_are_refused(tmp_path, model):
-    async with FakeEngine() as engine, Site(tmp_path, model, engine) as site:
+async def test_the_second_signal_stops_at_once(tmp_path, model_dir):
+    async with FakeEngine() as engine, Site(tmp_path, model_dir, engine) as site:
+        ranks = await site.ranks()
+        process = await site.spawn("-m", "shmrl", "orchestrator", site.file)
+        await asyncio.wait_for(until(lambda: site.out.joinpath("rank_0.jsonl").exists()), 60)
+        ranks[0].send_signal(signal.SIGSTOP)  # the step being trained will not end
+        process.send_signal(signal.SIGTERM)
+        while b"draining" not in await asyncio.wait_for(process.stdout.readline(), 60):
+            pass
+        process.send_signal(signal.SIGTERM)
+        output, _ = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 143, output.decode()
+        for rank in ranks:
+            rank.kill()
+        site.arena.sweep()
+        assert site.arena.stats()["blocks"] == 0
+
+
+async def test_ranks_that_stand_elsewhere_are_refused(tmp_path, model_dir):
+    async with FakeEngine() as engine, Site(tmp_path, model_dir, engine) as site:
         code, output = await site.orchestrate(step=4)
         assert code == 1
         assert "the trainer stands at step 4, and this run was not started with --resume" in output
 
 
-async def test_a_task_set_that_raises_fails_the_run_with_its_traceback(tmp_path, model):
+async def test_a_task_set_that_raises_fails_the_run_with_its_traceback(tmp_path, model_dir):
     (tmp_path / "broken_env.py").write_text(
-        "class Env:\n"
+        "from shmrl.env import Environment\n"
+        "class Env(Environment):\n"
         "    def tasks(self, split):\n        raise KeyError('no-such-split')\n"
         "    async def rollout(self, task, model): ...\n"
     )
     text = CONFIG.replace('id = "reverse-text", args = { min_length = 2, max_length = 4 }', 'id = "broken_env:Env"')
-    async with FakeEngine() as engine, Site(tmp_path, model, engine, text) as site:
+    async with FakeEngine() as engine, Site(tmp_path, model_dir, engine, text) as site:
         code, output = await site.orchestrate()
         assert code == 1
         assert "TasksetError" in output

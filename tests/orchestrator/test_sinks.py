@@ -153,6 +153,21 @@ async def test_an_evaluation_keeps_scores_and_releases_every_block(tmp_path, are
     assert sum(p.episodes.take_counts().values()) == 0
 
 
+async def test_an_evaluation_asks_for_whole_groups_where_they_are_scored_together(tmp_path, arena, worker, parts):
+    run = tree(tmp_path, evals=[{"name": "e", "num_examples": 2, "rollouts_per_example": 2}], max_inflight=2)
+    p = parts(run, [Client(worker)])
+    client = Client(worker, lambda call: float(call == 3))
+    source = Source(run, 1, client)
+    source.scores_groups = True
+    metrics = await EvalSink(source, p.ledger, p.episodes, "a").evaluate(0)
+    assert metrics == {"eval/e/reward": 0.25, "eval/e/failed": 0.0, "eval/e/pass@1": 0.25, "eval/e/pass@2": 0.5}
+    assert [asked[5] for asked in client.asked[:2]] in (
+        ["t/e/a-e0.0/0", "t/e/a-e0.1/0"],
+        ["t/e/a-e0.0/0", "t/e/a-e0.0/1"],
+    )
+    assert arena.stats()["blocks"] == 0
+
+
 async def test_reply_bytes_do_not_depend_on_the_length(tmp_path, worker, parts):
     from shmrl.payload import sample_to_wire
     from shmrl.wire import pack

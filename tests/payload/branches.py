@@ -11,11 +11,13 @@ def routes(T, L=2, K=2, E=8, salt=0):
     return (i + salt + layer + c) % E
 
 
-def make(T, prompt, *, salt=0, L=2, K=2, E=8, head=3, routing=True, mask=True, rows=None, meta=None, **more):
-    """T tokens salt*1000 + i, all after `prompt` sampled and trained; head row of token t is t, t+1, ...; its mask is
-    t and as many more ids as t % 3."""
+def make(T, prompt, *, salt=0, loss=None, L=2, K=2, E=8, head=3, routing=True, mask=True, rows=None, meta=None, **more):
+    """T tokens salt*1000 + i; those after `prompt` (or of `loss`) are sampled and trained.
+
+    The head row of token t is t, t + 1, ...; its mask is t and t % 3 more ids.
+    """
     tokens = salt * 1000 + np.arange(T, dtype=np.int32)
-    loss = np.arange(T) >= prompt
+    loss = np.arange(T) >= prompt if loss is None else np.asarray(loss)
     sampled = tokens[loss]
     logprobs = np.where(loss, -(tokens % 97) / 100, 0).astype(np.float32)
     ids = sampled[:, None] + np.arange(head, dtype=np.int32)

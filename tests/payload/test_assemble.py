@@ -5,6 +5,8 @@ import os
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shmrl.errors import ChecksumError, LostPayload, PayloadError
 from shmrl.payload import Branch, assemble, encode, pack, ragged, register_field, sequence_first, zigzag
@@ -98,6 +100,21 @@ def test_every_cut(arena, n):
     batch = assemble(arena, batch_of(cut, encode(arena, other, tag=TAG)))
     check(batch, 0, branch, n)
     check(batch, n, other)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.lists(st.booleans(), min_size=1, max_size=80), st.floats(0, 1)), min_size=1, max_size=4))
+def test_any_turns_any_cuts(arena, drawn):
+    branches = [make(len(loss), 0, salt=i, loss=loss) for i, (loss, _) in enumerate(drawn)]
+    samples = [encode(arena, branch, tag=TAG) for branch in branches]
+    lengths = [round(share * branch.T) for branch, (_, share) in zip(branches, drawn, strict=True)]
+    batch = assemble(arena, batch_of(*(s.truncated(n) for s, n in zip(samples, lengths, strict=True)), padding=3))
+    at = 0
+    for branch, n in zip(branches, lengths, strict=True):
+        check(batch, at, branch, n)
+        at += n
+    assert len(batch.mask_ids) == batch.mask_counts.sum()
+    arena.free([handle for sample in samples for handle in sample.handles])
 
 
 def test_a_reference_beyond_what_is_stored_is_an_error(arena):
@@ -261,9 +278,11 @@ def test_a_lost_block_is_named(arena):
 
 def test_shared_prefixes_assemble_like_whole_branches(arena):
     branch = make(40, 25)
-    prompt = Branch(branch.tokens[:30], branch.loss_mask[:30], branch.logprobs[:30], routing=routes(30), num_experts=8,
-                    head=tuple(branch.rows[f"head_{n}"].values[:5] for n in ("ids", "logprobs")),
-                    mask=(branch.rows["mask"].values[: branch.rows["mask"].counts[:5].sum()], [0] * 25 + branch.rows["mask"].counts[:5].tolist()))  # fmt: skip
+    head = tuple(branch.rows[name].values[:5] for name in ("head_ids", "head_logprobs"))
+    counts = branch.rows["mask"].counts[:5]
+    mask = (branch.rows["mask"].values[: counts.sum()], [0] * 25 + counts.tolist())
+    first = (branch.tokens[:30], branch.loss_mask[:30], branch.logprobs[:30])
+    prompt = Branch(*first, routing=routes(30), num_experts=8, head=head, mask=mask)
     shared = encode(arena, prompt, tag=TAG)
     other = make(9, 3, salt=1)
     sample = encode(arena, branch, tag=TAG, prefix=(shared, 28))
@@ -369,7 +388,8 @@ def test_head_without_the_sampled_token(arena):
     ids, logprobs = batch.head_without_sampled()
     assert ids[1].tolist() == [7, 2, 9]
     assert logprobs[1].tolist() == pytest.approx([-0.2, -2.1, -3.0])
-    plain = assemble(arena, batch_of(encode(arena, Branch([1, 7], [0, 1], [0, -0.2], head=([[7, 2, 9]], [[-0.2, -2.1, -3.0]])), tag=TAG)))  # fmt: skip
+    plain_head = ([[7, 2, 9]], [[-0.2, -2.1, -3.0]])
+    plain = assemble(arena, batch_of(encode(arena, Branch([1, 7], [0, 1], [0, -0.2], head=plain_head), tag=TAG)))
     assert plain.head_without_sampled()[0][1].tolist() == [7, 2, 9]
 
 

@@ -32,7 +32,7 @@ def test_counts_and_types():
 @pytest.mark.parametrize("rows", [5, 8])
 def test_routing_rows_are_one_less_than_tokens_or_equal(rows):
     for fine in (6, 7):
-        assert make(7, 4, rows=fine).R == fine
+        assert fine == make(7, 4, rows=fine).R
     with pytest.raises(PayloadError, match=f"{rows} rows for 7 tokens; expected 6 .* or 7 .s0"):
         Branch(range(7), [0] * 7, [0.0] * 7, routing=routes(rows), num_experts=8, meta={"source": "s0"})
 

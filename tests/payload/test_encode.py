@@ -64,7 +64,9 @@ def test_tokens_and_text_come_back(arena):
     assert read_text(arena, sample) == messages
     assert read_tokens(arena, sample.truncated(4)).tolist() == [0, 1, 2, 3]
     assert read_text(arena, encode(arena, make(5, 2), tag=TAG)) is None
-    with pytest.raises(PayloadError, match="text: messages that msgpack cannot carry"):
+    with pytest.raises(PayloadError, match="meta: something that msgpack cannot carry"):
+        encode(arena, make(5, 2, meta={"rewards": {"lcs": np.float32(1)}}), tag=TAG)
+    with pytest.raises(PayloadError, match="text: something that msgpack cannot carry"):
         encode(arena, Branch([1], [0], [0.0], messages=[{"content": object()}]), tag=TAG)
 
 

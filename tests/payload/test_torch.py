@@ -18,7 +18,8 @@ def test_values_and_types(arena):
     for name, dtype in (
         ("tokens", torch.int64), ("positions", torch.int64), ("seq_lens", torch.int64), ("loss_mask", torch.bool),
         ("logprobs", torch.float32), ("routing", torch.uint8), ("routing_covered", torch.bool),
-        ("head_ids", torch.int32), ("head_logprobs", torch.float32), ("mask_ids", torch.int32), ("mask_counts", torch.int32),
+        ("head_ids", torch.int32), ("head_logprobs", torch.float32), ("mask_ids", torch.int32),
+        ("mask_counts", torch.int32),
     ):  # fmt: skip
         assert getattr(tensors, name).dtype == dtype, name
         assert np.array_equal(getattr(tensors, name).numpy(), getattr(batch, name)), name

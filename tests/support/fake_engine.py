@@ -43,11 +43,12 @@ class Oracle:
             x = x * np.uint64(0xBF58476D1CE4E5B9)
             return x ^ (x >> np.uint64(32))
 
-    def sampled(self, version: int, position: int, stop_id: int) -> int:
-        """The id drawn for a position: the stop id at every `stop_every`-th position (0 = never), else a letter."""
-        if self.stop_every and (position + self.seed) % self.stop_every == 0:
-            return stop_id
-        return LETTERS[int(self.mix(1, version, 0, position) % np.uint64(len(LETTERS)))]
+    def sampled(self, version: Any, positions: Any, stop_id: int) -> np.ndarray:
+        """int64 [n]: the id drawn at a position: the stop id at every `stop_every`-th one (0: never), else a letter."""
+        letters = LETTERS.start + (self.mix(1, version, 0, positions) % np.uint64(len(LETTERS))).astype(np.int64)
+        if not self.stop_every:
+            return letters
+        return np.where((np.asarray(positions) + self.seed) % self.stop_every == 0, stop_id, letters)
 
     def logprobs(self, version: Any, tokens: Any, positions: Any) -> np.ndarray:
         """float32 [n], in (-4, 0]."""
@@ -62,11 +63,11 @@ class Oracle:
         ids = (first[..., None] + np.arange(self.top_k, dtype=np.uint64)) % np.uint64(self.experts)
         return ids.astype(np.uint8 if self.experts <= 256 else np.uint16)
 
-    def head(self, version: int, token: int, position: int, k: int) -> tuple[list[int], list[float]]:
-        """The sampled token first, then k other ids; float32 values as Python floats."""
-        others = [(token + 1 + i) % 256 for i in range(k)]
-        values = self.logprobs(version, np.array([token, *others]), position)
-        return [token, *others], [float(value) for value in values]
+    def head(self, version: Any, tokens: Any, positions: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [n, 1 + k], logprobs float32 [n, 1 + k]): the sampled token first, then k other ids."""
+        tokens, positions = np.asarray(tokens)[:, None], np.asarray(positions)[:, None]
+        ids = np.concatenate([tokens, (tokens + 1 + np.arange(k)) % 256], axis=1)
+        return ids, self.logprobs(version, ids, positions)
 
     def kept(self, version: int, token: int, position: int) -> list[int]:
         """The sampler's kept ids, ascending, 1 to 5 of them, the token among them."""
@@ -155,7 +156,6 @@ class FakeEngine:
         if abort and len(drawn) > 1:
             drawn, finish = drawn[: len(drawn) // 2], "abort"
         positions = np.arange(n, n + len(drawn))
-        logprobs = self.oracle.logprobs(version, np.array(drawn), positions)
         return {
             "index": 0,
             "finish_reason": finish,
@@ -164,15 +164,13 @@ class FakeEngine:
             "routed_experts": self._routing(prompt + drawn, sampling) if self.routing else None,
             "sampling_mask": self._kept(drawn, n, sampling),
             "weight_versions": [{"version": str(version), "start": 0, "end": len(drawn)}],
-            "logprobs": {"content": self._content(drawn, logprobs, n, sampling.get("logprobs") or 0)},
+            "logprobs": {"content": self._content(drawn, positions, sampling.get("logprobs") or 0)},
         }
 
     def _draw(self, start: int, room: int, stop_id: int) -> tuple[list[int], str]:
-        drawn: list[int] = []
-        for position in range(start, start + room):
-            drawn.append(self.oracle.sampled(self.version, position, stop_id))
-            if drawn[-1] == stop_id:
-                return drawn, "stop"
+        drawn: list[int] = self.oracle.sampled(self.version, np.arange(start, start + room), stop_id).tolist()
+        if stop_id in drawn:
+            return drawn[: drawn.index(stop_id) + 1], "stop"
         return drawn, "length"
 
     def _routing(self, tokens: list[int], sampling: dict[str, Any]) -> str:
@@ -187,13 +185,17 @@ class FakeEngine:
             return None
         return [self.oracle.kept(self.version, token, start + i) for i, token in enumerate(drawn)]
 
-    def _content(self, drawn: list[int], logprobs: Any, start: int, k: int) -> list[dict[str, Any]]:
-        content = []
-        for i, token in enumerate(drawn):
-            ids, values = self.oracle.head(self.version, token, start + i, k)
-            top = [{"token_id": a, "logprob": b, "rank": 1} for a, b in zip(ids, values, strict=True)]
-            content.append({"token_id": token, "logprob": float(logprobs[i]), "rank": 1, "top_logprobs": top})
-        return content
+    def _content(self, drawn: list[int], positions: np.ndarray, k: int) -> list[dict[str, Any]]:
+        heads = self.oracle.head(self.version, np.array(drawn, np.int64), positions, k)
+        return [
+            {
+                "token_id": ids[0],
+                "logprob": values[0],
+                "rank": 1,
+                "top_logprobs": [{"token_id": a, "logprob": b, "rank": 1} for a, b in zip(ids, values, strict=True)],
+            }
+            for ids, values in zip(heads[0].tolist(), heads[1].tolist(), strict=True)
+        ]
 
     async def _load(self, request: web.Request) -> web.Response:
         self.loaded.append((await request.json())["args"][0])

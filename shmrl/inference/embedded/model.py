@@ -44,6 +44,8 @@ class Model:
         self.vocab: int = text.vocab_size
         self.max_positions: int = text.max_position_embeddings
         self._routers = _Routers(self.net, self.num_layers)
+        self._ends: torch.Tensor  # column of each row's last token in the forward pass in progress
+        self.net.get_output_embeddings().register_forward_pre_hook(self._keep_ends)
         self.top_k, self.num_experts = self._probe()
 
     @property
@@ -58,16 +60,12 @@ class Model:
 
         Routing: [B, W, L, K] with W the longest prompt, rows past a prompt's end are padding; None for a dense model.
         """
-        lengths = [len(prompt) for prompt in prompts]
-        width = max(lengths)
+        width = max(map(len, prompts))
         tokens = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=self.device)
-        self.cache.begin_prefill(slot, slot + len(prompts), width)
-        ends = sorted({n - 1 for n in lengths})
-        keep = torch.tensor(ends, device=self.device)
         positions = torch.arange(width, device=self.device)[None].expand(len(prompts), -1)
-        logits, routing = self._forward(tokens, positions, logits_to_keep=keep)
-        column = torch.tensor([ends.index(n - 1) for n in lengths], device=self.device)
-        return logits[torch.arange(len(prompts), device=self.device), column], routing
+        self.cache.begin_prefill(slot, slot + len(prompts), width)
+        self._ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        return self._forward(tokens, positions)
 
     @torch.inference_mode()
     def decode(self, tokens: list[int], positions: list[int], slot: int) -> tuple[torch.Tensor, np.ndarray | None]:
@@ -76,14 +74,19 @@ class Model:
         columns = max(positions) + 1
         self.cache.begin_decode(slot, slot + len(tokens), at, columns)
         mask = torch.arange(columns, device=self.device)[None] <= at[:, None]
+        self._ends = torch.zeros_like(at)
         fed = torch.tensor(tokens, device=self.device)[:, None]
-        logits, routing = self._forward(fed, at[:, None], attention_mask=mask[:, None, None])
-        return logits[:, -1], routing
+        return self._forward(fed, at[:, None], attention_mask=mask[:, None, None])
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, **kwargs: Any) -> tuple[Any, np.ndarray | None]:
         self._routers.begin()
         out = self.net(input_ids=tokens, position_ids=positions, cache=self.cache, use_cache=True, **kwargs)
-        return out.logits.float(), self._routers.rows(*tokens.shape)
+        return out.logits[:, 0].float(), self._routers.rows(*tokens.shape)
+
+    def _keep_ends(self, head: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Before the output projection: each row's last token only, not [B, W, V] logits of whole prompts."""
+        hidden, *rest = args
+        return hidden[torch.arange(len(self._ends), device=self.device), self._ends][:, None], *rest
 
     def _probe(self) -> tuple[int, int]:
         """(top_k, experts) as the routers themselves choose; a router that cannot be captured is an error now."""

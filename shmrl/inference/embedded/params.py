@@ -59,7 +59,7 @@ class SamplingParams:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], limits: Limits) -> SamplingParams:
-        """Checked parameters; BadRequest names parameter and value. None means the default; for max_tokens, no limit."""
+        """Checked parameters; BadRequest names parameter and value. None is the default; for max_tokens, no limit."""
         unknown = sorted(set(given) - {field.name for field in fields(cls)})
         if unknown:
             raise BadRequest(f"unknown sampling parameter {unknown[0]!r} (parameter={unknown[0]})", param=unknown[0])

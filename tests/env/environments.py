@@ -1,0 +1,97 @@
+"""Environments that misbehave in one way each, and some that only need a line; loaded by env workers by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+from shmrl.env import Environment, Episode, Generated
+from shmrl.types import Task
+
+
+class Echo(Environment):
+    """One turn; the reward is the task's, or 1. `lone`: a metric whose name cannot be sent."""
+
+    def tasks(self, split):
+        return Generated(lambda i: Task(f"{split}-{i}", {"text": "ab"}, i), 100)
+
+    async def rollout(self, task, model):
+        await model.chat_text([{"role": "user", "content": task.data["text"]}])
+        reward = task.data.get("reward", 1.0)
+        return Episode(reward, metrics={"a lone \ud800" if task.data.get("lone") else "one": 1.0})
+
+
+class Turns(Echo):
+    """`turns` turns of one conversation, then, if the task says `branch`, another second turn: a branch."""
+
+    async def rollout(self, task, model):
+        messages: list[Any] = []
+        for turn in range(task.data["turns"]):
+            messages.append({"role": "user", "content": f"t{turn}"})
+            messages.append((await model.chat.completions.create(messages=messages)).choices[0].message)
+        if task.data.get("branch"):
+            again = [*messages[:2], {"role": "user", "content": "again"}]
+            await model.chat.completions.create(messages=again)
+        return Episode(1.0)
+
+
+class Scored(Echo):
+    """Knows its group: each episode's reward becomes the group's size."""
+
+    async def score_group(self, episodes):
+        for episode in episodes:
+            episode.reward = float(len(episodes))
+
+
+class IteratedTasks(Echo):
+    """A finite task set that is an iterator."""
+
+    def tasks(self, split):
+        return (Task(f"{split}-{i}", {"text": "x"}, i) for i in range(5))
+
+
+class RaisingTasks(Echo):
+    def tasks(self, split):
+        raise RuntimeError("the data set moved to the moon")
+
+
+class RaisingLater(Echo):
+    """The first tasks are there, the rest is not."""
+
+    def tasks(self, split):
+        yield Task("0", {"text": "x"}, 0)
+        raise RuntimeError("row 1 is rotten")
+
+
+class DyingAtStart(Echo):
+    def __init__(self):
+        print("no more paper", flush=True)
+        os._exit(3)
+
+
+class Dying(Echo):
+    """Kills its worker in the rollouts whose task says so."""
+
+    async def rollout(self, task, model):
+        if task.data.get("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Episode(1.0)
+
+
+class Blocking(Echo):
+    """Blocks the worker's event loop for `task.data["seconds"]`."""
+
+    async def rollout(self, task, model):
+        time.sleep(task.data.get("seconds", 0))  # noqa: ASYNC251
+        return Episode(1.0)
+
+
+class Forking(Echo):
+    """Leaves a child behind in every rollout."""
+
+    async def rollout(self, task, model):
+        child = await asyncio.create_subprocess_exec("sleep", "600")
+        return Episode(float(child.pid))

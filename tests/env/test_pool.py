@@ -1,0 +1,182 @@
+"""Workers that die, hang, never start or are cancelled; requests always end, blocks are always freed."""
+
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+
+from shmrl.env.client import EnvClient
+from shmrl.errors import ServerDied, TasksetError, WorkerDied
+from shmrl.types import Task
+from tests.env.conftest import EnvServer, rollout, server_config, until
+
+ENVS = "tests.env.environments:"
+
+
+async def test_a_killed_worker_fails_its_requests_and_is_replaced(hosted, spec, arena, engine):
+    async with hosted(ENVS + "Echo") as (client, _):
+        task = Task("0", {"text": "a"})
+        finished = await rollout(client, task, spec(), 9)  # replied before the death: stays
+        engine.open.clear()
+        flying = [asyncio.create_task(rollout(client, task, spec(), i)) for i in range(3)]
+        await until(lambda: engine.running == 3)
+        (pid,) = (await client.health())["pids"]
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(5):
+            results = await asyncio.gather(*flying)
+        assert [result.error.type for result in results] == ["WorkerDied"] * 3
+        assert f"(pid {pid}) was killed by SIGKILL" in results[0].error.message
+        health = await client.health()
+        assert (health["sessions"], health["restarts"]) == (0, 1)
+        arena.adopt(finished.samples[0].handles)
+        engine.open.set()
+        fourth = await rollout(client, task, spec(), 4)
+        assert fourth.success, fourth.error
+        arena.adopt(fourth.samples[0].handles)
+        arena.free([*finished.samples[0].handles, *fourth.samples[0].handles])
+        assert arena.stats()["blocks"] == 0
+
+
+async def test_a_worker_that_dies_at_start_ends_the_server_with_its_words(arena):
+    config = server_config(arena.address, ENVS + "DyingAtStart", serve={"restart_budget": 2})
+    server = EnvServer(config.env.id, config=config)
+    running = asyncio.create_task(server.run())
+    await server.bound.wait()
+    client = EnvClient(server.address)
+    with pytest.raises(
+        WorkerDied, match=r"died 3 times, restart_budget is 2[\s\S]*exited with code 3[\s\S]*no more paper"
+    ):
+        await client.connect(60)
+    with pytest.raises(WorkerDied, match="no more paper"):
+        await running
+    await client.close()
+
+
+async def test_good_replies_restore_the_restart_budget(hosted, spec):
+    async with hosted(ENVS + "Dying", serve={"restart_budget": 1}) as (client, _):
+        for death in range(3):
+            result = await rollout(client, Task("0", {"die": True}), spec(), death)
+            assert result.error.type == "WorkerDied"
+            for i in range(10):
+                assert (await rollout(client, Task("1", {}), spec(), 100 + i)).success
+        assert (await client.health())["restarts"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("RaisingTasks", "the data set moved to the moon"), ("Nothing", "has no callable 'Nothing'")]
+)
+async def test_an_environment_that_cannot_load_ends_the_server_with_its_traceback(arena, name, said):
+    config = server_config(arena.address, ENVS + name)
+    server = EnvServer(config.env.id, config=config)
+    running = asyncio.create_task(server.run())
+    await server.bound.wait()
+    clients = [EnvClient(server.address) for _ in range(2)]
+    for outcome in await asyncio.gather(*(client.connect(60) for client in clients), return_exceptions=True):
+        assert isinstance(outcome, TasksetError)
+        assert said in str(outcome)
+        assert "Traceback" in str(outcome)
+    with pytest.raises(TasksetError, match=said):
+        await running
+    for client in clients:
+        await client.close()
+
+
+async def test_a_task_set_that_raises_later_ends_the_server_too(arena):
+    config = server_config(arena.address, ENVS + "RaisingLater")
+    server = EnvServer(config.env.id, config=config)
+    running = asyncio.create_task(server.run())
+    await server.bound.wait()
+    client = EnvClient(server.address)
+    await client.connect(60)
+    assert len(await client.tasks("train", 0, 1)) == 1
+    with pytest.raises(TasksetError, match="row 1 is rotten"):
+        await client.tasks("train", 0, 2)
+    with pytest.raises(TasksetError, match="row 1 is rotten"):
+        await running
+    await client.close()
+
+
+async def test_cancelled_episodes_end_and_the_others_finish(hosted, spec, arena, engine):
+    engine.open.clear()
+    async with hosted(ENVS + "Echo", workers=2) as (client, server):
+        task = Task("0", {"text": "a"})
+        flying = [asyncio.create_task(rollout(client, task, spec(), i)) for i in range(20)]
+        await until(lambda: engine.running == 20)
+        numbers = list(client._open)
+        for one in flying[:10]:
+            one.cancel()
+        await until(lambda: engine.running == 10)  # the engine's requests are dropped too
+        await until(lambda: len(server._requests) == 10)
+        request = {"request_id": numbers[15], "tag": "run/test/g/15"}
+        assert (await client._call("cancel", request))["cancelled"] is True
+        assert (await client._call("cancel", request))["cancelled"] is False
+        assert (await client._call("cancel", {"request_id": b"unknown"}))["cancelled"] is False
+        assert (await flying[15]).error.type == "Cancelled"
+        engine.open.set()
+        results = await asyncio.gather(*flying[10:15], *flying[16:])
+        assert all(result.success for result in results)
+        assert arena.stats()["blocks"] == len(results) == 9
+        arena.discard("run")
+
+
+async def test_a_reply_that_nobody_claims_is_freed(hosted, spec, arena, engine):
+    """The client cancels while the reply is on its way; and a client that vanishes never gets it."""
+    async with hosted(ENVS + "Echo") as (client, server):
+        task = Task("0", {"text": "a"})
+        done = await rollout(client, task, spec(), 0)
+        assert arena.stats()["blocks"] == 1
+        assert (await client._call("cancel", {"request_id": b"late", "tag": "run/test/g/0"}))["cancelled"] is False
+        assert (done.success, arena.stats()["blocks"]) == (True, 0)
+        engine.open.clear()
+        async with EnvClient(server.address) as other:
+            flying = asyncio.create_task(rollout(other, task, spec(), 1))
+            await until(lambda: engine.running == 1)
+        with pytest.raises(ServerDied, match="the client was closed"):
+            await flying
+        engine.open.set()
+        await until(lambda: not server._requests)
+        await until(lambda: arena.stats()["blocks"] == 0)
+
+
+async def test_a_busy_worker_is_lagging_and_keeps_its_requests(hosted, spec):
+    async with hosted(ENVS + "Blocking") as (client, _):
+        flying = asyncio.create_task(rollout(client, Task("0", {"seconds": 4}), spec()))
+        lagging = False
+        async with asyncio.timeout(30):
+            while not lagging:
+                health = await client.health()
+                lagging = health["lagging"] == 1
+                await asyncio.sleep(0.1)
+        assert (health["ready"], health["sessions"]) == (1, 1)
+        assert health["loop_lag_ms"] < 2000
+        assert (await flying).success
+
+
+async def test_a_worker_that_hangs_beyond_the_limit_is_aborted_where_it_stands(hosted, spec):
+    async with hosted(ENVS + "Blocking", serve={"request_timeout_s": 2}) as (client, _):
+        result = await rollout(client, Task("0", {"seconds": 600}), spec())
+        assert result.error.type == "WorkerDied"
+        assert "SIGABRT" in result.error.message
+        assert "environments.py" in result.error.message  # faulthandler's dump
+
+
+async def test_children_of_a_worker_end_with_it(hosted, spec):
+    async with hosted(ENVS + "Forking") as (client, _):
+        child = psutil.Process(int((await rollout(client, Task("0", {}), spec(fields=[]), keep="eval")).reward))
+        (pid,) = (await client.health())["pids"]
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_more_requests_than_max_concurrent_wait(hosted, spec, engine, arena):
+    engine.open.clear()
+    async with hosted(ENVS + "Echo", workers=2, serve={"max_concurrent": 3}) as (client, _):
+        flying = [asyncio.create_task(rollout(client, Task("0", {"text": "a"}), spec(fields=[]), i)) for i in range(5)]
+        await until(lambda: engine.running == 3)
+        health = await client.health()
+        assert (health["sessions"], health["waiting"]) == (3, 2)
+        engine.open.set()
+        assert all(result.success for result in await asyncio.gather(*flying))
+        arena.discard("run")

@@ -1,0 +1,56 @@
+"""Env ids resolve without importing the environment; what is wrong with one is said in a sentence."""
+
+import sys
+
+import pytest
+
+from shmrl.env.interface import SessionRollout
+from shmrl.envs.registry import BUNDLED, find, load
+from shmrl.errors import ConfigError
+
+
+def test_bundled_names_and_modules_are_found_without_import():
+    for name in BUNDLED:
+        assert find(name) is None
+    sys.modules.pop("tests.env.environments", None)
+    assert find("tests.env.environments:Echo") is None
+    assert "tests.env.environments" not in sys.modules
+
+
+def test_a_file_in_the_working_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "my_env.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.chdir(tmp_path)
+    assert find("my_env:Thing") is None
+
+
+@pytest.mark.parametrize(
+    ("env_id", "said"),
+    [
+        ("revers-text", "did you mean reverse-text?"),
+        ("gsm8k", "bundled are reverse-text, alphabet-sort, guess-number"),
+        ("no_such_module:Thing", "there is no module 'no_such_module'"),
+        ("shmrl.envs.nothing:Thing", "there is no module 'shmrl.envs.nothing'"),
+        ("a b:c", "is not module:attribute"),
+    ],
+)
+def test_problems_are_said(env_id, said):
+    assert said in find(env_id)
+    with pytest.raises(ConfigError):
+        load(env_id, {})
+
+
+def test_load_constructs_with_the_arguments():
+    assert load("reverse-text", {"max_length": 5}).lengths == (4, 5)
+    assert isinstance(load("guess-number", {"seed": 2}), SessionRollout)
+    assert load("guess-number", {"seed": 2}).seed == 2
+
+
+def test_load_refuses_what_is_no_environment():
+    with pytest.raises(ConfigError, match=r"env\.args: got an unexpected keyword argument 'colour'"):
+        load("reverse-text", {"colour": 1})
+    with pytest.raises(ConfigError, match="has no callable 'Nothing'"):
+        load("tests.env.environments:Nothing", {})
+    with pytest.raises(ConfigError, match="Counter is no environment"):
+        load("collections:Counter", {})
+    with pytest.raises(ValueError, match="min_length = 9, max_length = 8"):
+        load("reverse-text", {"min_length": 9})
