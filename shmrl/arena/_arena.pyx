@@ -430,12 +430,12 @@ cdef class Core:
         space, "raise" does not. `hot` matters to put() alone; it is accepted so that both take the same arguments.
         Errors: ArenaFull, PeerDied, PeerStalled, ArenaClosed, ValueError.
         """
-        return self._reserve(nbytes, column_tail(nbytes), tag, timeout_s, on_full)
-
-    cdef Block _reserve(self, object nbytes, uint64_t room, str tag, object timeout_s, str on_full):
-        self._alive()
         if not 0 <= nbytes < 1 << 48:
             raise ValueError(f"nbytes={nbytes}: a block has 0 to 2^48 - 1 bytes")
+        return self._reserve(nbytes, column_tail(nbytes), tag, timeout_s, on_full)
+
+    cdef Block _reserve(self, uint64_t nbytes, uint64_t room, str tag, object timeout_s, str on_full):
+        self._alive()
         if on_full not in ("block", "raise"):
             raise ValueError(f"on_full={on_full!r}: 'block' or 'raise' (this arena has no spill_dir)")
         cdef bytes raw = tag.encode()

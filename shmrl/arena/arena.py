@@ -38,7 +38,7 @@ class Arena(Core):
 
     def __init__(self, where: Files, fds: tuple[int, int, int], *, reader: int | None) -> None:
         """For create() and attach(): owns the descriptors of live, ctl and data from here on."""
-        self._files = where
+        self._files, self._data_fd = where, fds[2]
         self._refused: tuple[float, memory.Limit] | None = None
         self._ahead: threading.Thread | None = None
         self._attach(*fds, os.fstat(fds[1]).st_size, _process_name(), reader)
@@ -125,7 +125,8 @@ class Arena(Core):
     # ---------------------------------------------------------------------------------------------------------- growth
 
     def _open_for_writing(self) -> None:
-        self._make_writable(self._files.open("data", write=True))
+        """At the first write: a description of its own that may write, through /proc: the names may be gone."""
+        self._make_writable(os.open(f"/proc/self/fd/{self._data_fd}", os.O_RDWR | os.O_CLOEXEC))
 
     def _grow_table(self) -> bool:
         head = self._header()

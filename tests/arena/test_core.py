@@ -1,0 +1,57 @@
+"""The C core alone, in threads under ThreadSanitizer and in forked children that are killed inside the lock."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ENV = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the driver ends with its memory
+ROOT = Path(__file__).parents[2]
+CORE = [ROOT / "csrc" / f"arena_{name}.c" for name in ("alloc", "block", "lock", "open", "sweep")]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """driver(flags) -> the compiled tests/arena/core_driver.c."""
+    directory = tmp_path_factory.mktemp("core")
+
+    def build(name, *flags):
+        out = directory / name
+        common = [
+            "gcc",
+            "-std=c11",
+            "-D_GNU_SOURCE",
+            "-O1",
+            "-g",
+            "-Wall",
+            "-Wextra",
+            "-Wno-unused-parameter",
+            "-Werror",
+        ]
+        sources = [Path(__file__).with_name("core_driver.c"), *CORE]
+        subprocess.run([*common, *flags, f"-I{ROOT / 'csrc'}", "-o", out, *sources, "-lpthread"], check=True)
+        return out
+
+    return build
+
+
+def run(binary, mode):
+    done = subprocess.run([binary, mode], capture_output=True, text=True, timeout=120, env=ENV)
+    assert (done.stdout + done.stderr, done.returncode) == ("ok\n", 0)
+
+
+def test_threads_under_thread_sanitizer(built):
+    run(built("tsan", "-fsanitize=thread"), "threads")
+
+
+def test_threads_and_wrap_under_address_and_undefined_sanitizers(built):
+    binary = built("asan", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    run(binary, "threads")
+    run(binary, "wrap")
+
+
+def test_the_lock_of_a_dead_process_is_taken_over_and_of_a_stopped_one_is_not(built):
+    binary = built("plain")
+    run(binary, "takeover")
+    run(binary, "stopped")
