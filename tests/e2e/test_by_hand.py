@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.support.clock import wait_until
-from tests.support.runs import ROOT, SLOW, START_S, Run
+from tests.support.runs import MODEL, ROOT, SLOW, START_S, Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -49,7 +49,7 @@ class Terminal:
 
 
 def test_roles_by_hand_and_an_orchestrator_that_comes_back(tmp_path):
-    run = Run(tmp_path, text=SLOW + SECOND, sources=2)
+    run = Run(tmp_path, text=SLOW + MODEL + SECOND, sources=2)
     configs = run.output_dir / "configs"
     servers, others = [], []
     try:
