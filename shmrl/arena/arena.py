@@ -39,6 +39,7 @@ class Arena(Core):
     def __init__(self, where: Files, fds: tuple[int, int, int], *, reader: int | None) -> None:
         """For create() and attach(): owns the descriptors of live, ctl and data from here on."""
         self._files, self._data_fd = where, fds[2]
+        self._opening = threading.Lock()
         self._refused: tuple[float, memory.Limit] | None = None
         self._ahead: threading.Thread | None = None
         self._attach(*fds, os.fstat(fds[1]).st_size, _process_name(), reader)
@@ -125,8 +126,16 @@ class Arena(Core):
     # ---------------------------------------------------------------------------------------------------------- growth
 
     def _open_for_writing(self) -> None:
-        """At the first write: a description of its own that may write, through /proc: the names may be gone."""
-        self._make_writable(os.open(f"/proc/self/fd/{self._data_fd}", os.O_RDWR | os.O_CLOEXEC))
+        """At the first write: a description of its own that may write, through /proc: the names may be gone.
+
+        Several threads may come to their first write at once; the descriptor is replaced by one of them.
+        """
+        with self._opening:
+            if self._data_fd < 0:
+                return
+            fd = os.open(f"/proc/self/fd/{self._data_fd}", os.O_RDWR | os.O_CLOEXEC)
+            self._make_writable(fd)
+            self._data_fd = -1
 
     def _grow_table(self) -> bool:
         head = self._header()

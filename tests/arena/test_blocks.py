@@ -4,6 +4,8 @@ import gc
 import os
 import pickle
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -311,6 +313,20 @@ def test_random_sizes_against_a_dict_coalesce_again(arena):
     assert arena.fsck() == []
     assert arena.stats()["used_bytes"] == 0
     arena.free(arena.put(bytes((64 << 20) - 65536)))  # everything but the page of its tail: one span
+
+
+def test_threads_that_write_first_at_the_same_time(arena):
+    for _ in range(20):
+        with Arena.attach(arena.address) as other, ThreadPoolExecutor(8) as pool:
+            barrier = threading.Barrier(8)
+
+            def put(i, other=other, barrier=barrier):
+                barrier.wait()
+                return other.put(bytes([i]) * 100)
+
+            handles = list(pool.map(put, range(8)))
+            assert [bytes(other.get(handle)) for handle in handles] == [bytes([i]) * 100 for i in range(8)]
+            other.free(handles)
 
 
 def test_a_hundred_thousand_blocks_grow_the_table():
