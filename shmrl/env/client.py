@@ -66,8 +66,11 @@ class EnvClient:
             async with asyncio.timeout(timeout_s):
                 await self._call("hello", {"token": self._token})
                 return await self._call("health", {"wait": True})
-        except TimeoutError:
-            raise ServerDied(f"env server {self.address} was not ready after {timeout_s:.0f} s") from None
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TimeoutError):
+                raise ServerDied(f"env server {self.address} was not ready after {timeout_s:.0f} s") from None
+            raise
 
     async def close(self) -> None:
         """Close the connection; cancels that were not sent yet go first."""

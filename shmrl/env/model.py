@@ -3,10 +3,12 @@
 One `Model` per episode, in an env worker. Prompts go to the engine as token ids; a call whose messages continue a
 recorded conversation continues its ids, so that what is trained is exactly what was sampled. Any other call starts
 another branch. Token ids, log-probabilities, routing, heads and masks are collected by a `BranchBuilder` per branch.
+What grows with the number of tokens (tokenising, decoding of arrays) is done by threads: the event loop stays free.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,6 +70,8 @@ class ModelSpec:
         unknown = sorted(map(str, raw.keys() - cls.__dataclass_fields__.keys()))
         if missing or unknown:
             raise ProtocolError(f"model: missing {missing}, unknown {unknown}")
+        if not isinstance(raw["sampling"], Mapping) or not isinstance(raw["sampling"].get("max_tokens"), int):
+            raise ProtocolError(f"model: sampling is a map with max_tokens, not {raw['sampling']!r}"[:300])
         spec = cls(**raw)
         return replace(
             spec,
@@ -162,7 +166,7 @@ class Model:
         Raises EngineError, EnvError, PayloadError: the episode fails with it unless the environment handles it.
         """
         asked = [_plain(message) for message in messages]
-        conversation, prompt = self._place(asked, tools)
+        conversation, prompt = await asyncio.to_thread(self._place, asked, tools)
         room = min(max_tokens or self.spec.sampling["max_tokens"], self.spec.sampling["max_tokens"])
         room = min(room, self.spec.max_model_len - len(prompt))
         self._length = len(prompt)
@@ -256,7 +260,7 @@ class Model:
                 routed_experts_prompt_start=conversation.builder.covered,
                 cache_salt=self.spec.cache_salt,
             )
-            conversation.builder.add_turn(prompt + ids, answer)
+            await asyncio.to_thread(conversation.builder.add_turn, prompt + ids, answer)
             ids += answer.token_ids
             if answer.finish_reason != "abort" or len(ids) >= room:
                 return ids, "length" if answer.finish_reason in ("abort", "length") else "stop"

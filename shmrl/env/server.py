@@ -23,9 +23,10 @@ import zmq.asyncio
 from shmrl.arena import Arena
 from shmrl.config import ArenaConfig, EnvServerConfig, ServeConfig
 from shmrl.config.tree import EnvSpec
+from shmrl.env.link import MAX_FRAME
 from shmrl.env.pool import Pool, Request
 from shmrl.env.protocol import error_reply, expect, parse_request
-from shmrl.errors import ProtocolError, RunError, ServerDied
+from shmrl.errors import ConfigError, ProtocolError, RunError, ServerDied
 from shmrl.node.host import capacity_bytes, read_token
 from shmrl.node.ports import port_in_use
 from shmrl.wire import pack
@@ -65,14 +66,16 @@ class EnvServer:
         self.bound = asyncio.Event()
         self._stop = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._context = zmq.asyncio.Context()
         self._clients: set[bytes] = set()
         self._requests: dict[tuple[bytes, bytes], Request] = {}
         self._handlers: set[asyncio.Task[None]] = set()
         self._lag_ms = 0.0
 
     async def run(self) -> None:
-        """Serve. Returns after `close`; raises PortInUse, TasksetError, WorkerDied (restart budget exhausted)."""
+        """Serve until `close`. Raises PortInUse, TasksetError, WorkerDied (restart budget exhausted), ConfigError."""
+        self._token = read_token(self.config.arena)
+        if self._token is None and not _is_local(self.address):
+            raise ConfigError(f"{self.address} can be reached from elsewhere: set arena.token_file or SHMRL_TOKEN")
         socket = self._bind()
         arena, own = None, False
         try:
@@ -100,16 +103,17 @@ class EnvServer:
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
     def _bind(self) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.ROUTER)
+        context = self._context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
         socket.set(zmq.ROUTER_MANDATORY, 1)  # a client that is gone is an error, not silence
+        socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.RCVHWM, 0)
         try:
             socket.bind(self.address)
         except zmq.ZMQError as error:
             socket.close(linger=0)
-            self._context.term()
-            self._stopped.set()
+            context.term()
             port = self.address.rpartition(":")[2]
             if error.errno == zmq.EADDRINUSE and port.isdigit():
                 raise port_in_use(int(port), f"env server {self.config.name}") from None
@@ -124,7 +128,7 @@ class EnvServer:
 
     async def _serve(self, socket: zmq.asyncio.Socket, arena: Arena) -> None:
         config = self.config
-        self._socket, self._arena, self._token = socket, arena, read_token(config.arena)
+        self._socket, self._arena = socket, arena
         self._pool = Pool(
             self._settings(arena.address),
             config.serve.pool.workers,
@@ -149,8 +153,9 @@ class EnvServer:
                 await asyncio.wait(self._handlers)
             receiving.cancel()
             await asyncio.gather(stopping, beating, receiving, return_exceptions=True)
-        if self._pool.failed.done():
-            self._pool.failed.result()
+        for ended in (self._pool.failed, receiving):
+            if ended.done() and not ended.cancelled():
+                ended.result()
 
     def _settings(self, arena_address: str) -> dict[str, Any]:
         config = self.config
@@ -288,6 +293,13 @@ class EnvServer:
             "max_concurrent": config.serve.max_concurrent,
             "workers": config.serve.pool.workers,
         }
+
+
+def _is_local(address: str) -> bool:
+    """Whether only this host can connect."""
+    scheme, _, rest = address.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    return scheme != "tcp" or host in ("localhost", "::1") or host.startswith("127.")
 
 
 async def _first(*awaited: asyncio.Future[Any]) -> None:

@@ -34,7 +34,7 @@ from shmrl.env.interface import Environment, Episode
 from shmrl.env.link import Link
 from shmrl.env.model import Model, ModelSpec, ScriptedModel
 from shmrl.env.protocol import KEEPS, episode_to_wire, error_reply, expect, task_from_wire, task_to_wire
-from shmrl.errors import EnvError, ShmrlError
+from shmrl.errors import EnvError, ProtocolError, ShmrlError
 from shmrl.inference.client import EngineClient
 from shmrl.monitor.log import setup
 from shmrl.types import EpisodeResult, ErrorInfo, Sample, Task
@@ -43,7 +43,7 @@ from shmrl.wire import pack, unpack
 if TYPE_CHECKING:
     from shmrl.arena import Arena
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("shmrl.env.worker")
 BEAT_S = 0.5
 ENCODERS = 4
 """Threads that encode. More would only queue for the two things they share: memory bandwidth and space in the arena."""
@@ -114,6 +114,8 @@ class Worker:
 
     async def _tasks(self, request: dict[str, Any]) -> bytes:
         expect(request, "tasks", split=str, start=int, n=int)
+        if min(request["start"], request["n"]) < 0:
+            raise ProtocolError(f"tasks: start = {request['start']}, n = {request['n']}: both count from 0")
         found = self.tasks.read(request["split"], request["start"], request["n"])
         return pack({"success": True, "tasks": [task_to_wire(task) for task in found]})
 

@@ -72,12 +72,13 @@ def load(env_id: str, args: Mapping[str, Any]) -> Environment:
 def _as_rollout(env_id: str, target: Any, args: dict[str, Any]) -> Environment:
     _check_args(env_id, target, args)
     built = target(**args)
-    if hasattr(built, "rollout") and hasattr(built, "tasks"):
-        return built  # type: ignore[no-any-return]
+    if isinstance(built, Environment):
+        return built
     if hasattr(built, "reset") and hasattr(built, "step"):
         return SessionRollout(lambda: target(**args), seed=int(args.get("seed", 0)))
     raise ConfigError(
-        f"env id {env_id!r}: {type(built).__name__} is no environment: it needs tasks and rollout, or reset and step"
+        f"env id {env_id!r}: {type(built).__name__} is no environment: it derives from shmrl.env.Environment, or has "
+        "reset and step"
     )
 
 

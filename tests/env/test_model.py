@@ -199,6 +199,8 @@ async def test_a_message_that_is_none_is_refused(make):
 def test_a_model_map_is_checked(spec):
     with pytest.raises(ProtocolError, match=r"missing \['urls'\], unknown \['colour'\]"):
         ModelSpec.from_wire({"tokenizer": "", "sampling": {}, "colour": 1})
+    with pytest.raises(ProtocolError, match=r"a map with max_tokens, not \{\}"):
+        ModelSpec.from_wire({**spec(), "sampling": {}})
     with pytest.raises(ProtocolError, match="not list"):
         ModelSpec.from_wire([])
     assert ModelSpec.from_wire({**spec(), "logprobs_mode": "raw_logprobs"}).logprobs_mode == "raw"

@@ -17,7 +17,7 @@ from shmrl.arena import Arena
 from shmrl.config import dump_toml
 from shmrl.env import EnvServer, serve_sidecar
 from shmrl.env.client import EnvClient
-from shmrl.errors import PortInUse, ProcessFailed, ServerDied, TasksetError
+from shmrl.errors import ConfigError, PortInUse, ProcessFailed, ServerDied, TasksetError
 from tests.env.conftest import rollout, server_config, serving, until
 
 ENVS = "tests.env.environments:"
@@ -70,6 +70,12 @@ async def test_a_server_without_an_arena_makes_one_and_removes_it():
         Arena.attach(address).close()
     with pytest.raises(Exception, match=address.partition(":")[2][:8]):
         Arena.attach(address)
+
+
+async def test_an_address_that_others_can_reach_needs_a_token(arena):
+    config = server_config(arena.address, ENVS + "Echo", serve={"address": "tcp://0.0.0.0:0"})
+    with pytest.raises(ConfigError, match=r"tcp://0\.0\.0\.0:0 can be reached from elsewhere"):
+        await EnvServer(config.env.id, None, "tcp://0.0.0.0:0", config=config).run()
 
 
 async def test_servers_on_port_0_do_not_meet(arena):
