@@ -182,6 +182,7 @@ class Inference:
             engine.port,
             served_name=tree.model.name,
             dtype=engine.dtype,
+            device=engine.device,
             max_model_len=engine.max_model_len,
             max_num_seqs=engine.max_num_seqs,
             max_logprobs=engine.max_logprobs,

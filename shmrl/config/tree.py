@@ -300,6 +300,8 @@ class Loss(Table):
     def _custom(self) -> Loss:
         if (self.kind == "custom") != (self.path is not None):
             raise ValueError("loss.path (module:function) belongs to kind = 'custom', and only there")
+        if self.kind == "custom" and self.score_centering:
+            raise ValueError("score_centering belongs to icepop, cispo and ppo: a custom loss gets the head itself")
         if self.alpha > self.beta:
             raise ValueError(f"alpha = {self.alpha} exceeds beta = {self.beta}")
         return self

@@ -48,9 +48,13 @@ class Janitor:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def dismiss(self) -> None:
-        """Everything is gone in good order: the janitor has nothing to do."""
-        self.tell(farewell=True)
+    def __enter__(self) -> Janitor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Farewell after an orderly end; after an exception the janitor cleans up as after a kill."""
+        if kind is None:
+            self.tell(farewell=True)
         os.close(self._write)
         self._process.wait()
 
@@ -94,7 +98,7 @@ def _clean(facts: dict[str, list[Any]]) -> None:
         shutil.rmtree(directory, ignore_errors=True)
     for record in facts["record"]:
         _close_record(Path(record))
-    print("janitor: the launcher was killed; its processes, arena and sockets are removed", file=sys.stderr)
+    print("janitor: the launcher died; its processes, arena and sockets are removed", file=sys.stderr)
 
 
 def _unlink(address: str) -> None:
@@ -108,12 +112,14 @@ def _unlink(address: str) -> None:
 
 
 def _close_record(path: Path) -> None:
-    """run.json of a killed launcher must not say `running` for ever."""
+    """run.json of a killed launcher must not say `running` for ever; an ending it wrote itself stays."""
     from shmrl.config.rundir import write_atomic
 
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError):
+        return
+    if record["status"] != "running":
         return
     record.update(status="killed", exit_code=137, reason="the launcher was killed")
     write_atomic(path, json.dumps(record, indent=2) + "\n")

@@ -43,8 +43,7 @@ def run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
         rundir.open_logs()
         stack.enter_context(_log_file(rundir.log("launcher")))
         run_id = secrets.token_hex(16)
-        janitor = Janitor(run_id, rundir.log("launcher"))
-        stack.callback(janitor.dismiss)
+        janitor = stack.enter_context(Janitor(run_id, rundir.log("launcher")))
         janitor.tell(directory=str(sockets), record=str(rundir.record))
         arena, named = stack.enter_context(hosted(tree, sockets, run_id))
         janitor.tell(arena=arena.address)
@@ -55,7 +54,11 @@ def run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
         log.info(_budget_line(budget))
         if resume:
             log.info("resuming from %s", _checkpoint_name(tree.run.output_dir))
-        outcome = _supervise(named, rundir, arena, Supervisor(run_id, janitor, arena.sweep), resume)
+        try:
+            outcome = _supervise(named, rundir, arena, Supervisor(run_id, janitor, arena.sweep), resume)
+        except BaseException as error:
+            rundir.write_record({**record, **_ending(Outcome(1, "failed", f"{type(error).__name__}: {error}"))})
+            raise
         rundir.write_record({**record, **_ending(outcome)})
         log.log(
             logging.INFO if outcome.code == 0 else logging.ERROR, "%s: %s", outcome.status, outcome.reason or "done"

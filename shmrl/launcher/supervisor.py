@@ -30,6 +30,7 @@ TICK_S = 0.5
 GRACE_S = 5.0
 KILL_TIMEOUT_S = 5.0
 CAUSE_S = 2.0
+REMIND_S = 60.0
 TAIL_LINES = 20
 _TRACEBACK = "Traceback (most recent call last)"
 _TRACEBACK_LINES = 80
@@ -61,6 +62,7 @@ class Supervisor:
         self._roots: list[tuple[int, float]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._interrupts = 0
+        self._finished = 0.0  # when a final role last finished, or we last said who has not
 
     async def run(self, first: Role | None, roles: Sequence[Role]) -> Outcome:
         """`first` to its end (it makes what the others read), then all roles until the run ends, then nothing."""
@@ -122,6 +124,7 @@ class Supervisor:
             await self._start(role)
         while awaited:
             event = await self._events.get()
+            self._remind(awaited)
             if event is None:
                 outcome = self._tick()
             elif isinstance(event, _Exited):
@@ -133,6 +136,13 @@ class Supervisor:
         if self._interrupts:
             return Outcome(130, "interrupted", "stopped by Ctrl-C after draining; continue with --resume")
         return Outcome(0, "finished", "")
+
+    def _remind(self, awaited: set[str]) -> None:
+        """Say now and then who is awaited, once some have finished: a run that hangs at its end must say where."""
+        now = time.monotonic()
+        if self._finished and now - self._finished >= REMIND_S:
+            self._finished = now
+            log.warning("still waiting for %s", ", ".join(sorted(awaited)))
 
     def _tick(self) -> Outcome | None:
         self._on_tick()
@@ -148,6 +158,7 @@ class Supervisor:
         accepted = (0, 130) if self._interrupts and role.drains else (0,)
         if role.name in awaited and code in accepted:
             awaited.discard(role.name)
+            self._finished = time.monotonic()
             log.info("%s finished", role.name)
             return None
         return await self._cause(event)

@@ -9,7 +9,12 @@ if TYPE_CHECKING:
 
 
 def main(tree: RunTree, resume: bool) -> int:
-    """Run this rank to the end of the run; the exit code. Imports torch, so only the trainer's processes call it."""
+    """Run this rank to the end of the run; the exit code. Imports torch, so only the trainer's processes call it.
+
+    Raises what ended the run. torch's launcher prints it last, as the root cause, for the rank that failed first.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     from shmrl.trainer.loop import main as run
 
-    return run(tree, resume)
+    return record(run)(tree, resume) or 0

@@ -32,6 +32,9 @@ def load_policy(tree: RunTree, path: Path, device: torch.device) -> Policy:
     if tree.trainer.activation_checkpointing:
         _checkpoint_layers(lm)
     replay = RouterReplay(lm) if tree.trainer.router_replay else None
+    if tree.trainer.compile:
+        for layer in lm.get_decoder().layers:
+            layer.compile(dynamic=True)  # by layer: what FSDP shards, and one compilation serves them all
     policy = Policy(lm, replay=replay, chunk=tree.trainer.logprob_chunk, packed=packed)
     with precision(tree, device):
         check_packing(policy, device)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.support.clock import wait_until
-from tests.support.runs import ROOT, SLOW, START_S, Run
+from tests.support.runs import MODEL, ROOT, SLOW, START_S, Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -49,7 +49,7 @@ class Terminal:
 
 
 def test_roles_by_hand_and_an_orchestrator_that_comes_back(tmp_path):
-    run = Run(tmp_path, text=SLOW + SECOND, sources=2)
+    run = Run(tmp_path, text=SLOW + MODEL + SECOND, sources=2)
     configs = run.output_dir / "configs"
     servers, others = [], []
     try:
@@ -72,7 +72,7 @@ def test_roles_by_hand_and_an_orchestrator_that_comes_back(tmp_path):
     finally:
         for one in (*servers, *reversed(others)):
             one.stop()
-    assert [server.finish()[0] for server in servers] == [0, 0, 0]
+    assert {server.finish()[0] for server in servers} <= {0, 143}
     assert node.finish()[0] == 0
     assert not run.tree.socket_dir.exists()
 

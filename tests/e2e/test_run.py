@@ -7,7 +7,7 @@ import pytest
 
 from shmrl.node.host import read_token
 from tests.support.clock import wait_until
-from tests.support.runs import ROOT, SLOW, START_S, TINY
+from tests.support.runs import ROOT, START_S, TINY, slow
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -73,7 +73,7 @@ def _check_metrics(lines):
 
 
 def test_ctrl_c_drains_with_a_checkpoint_and_resume_continues_to_the_end(run):
-    one = run(text=SLOW, **{"trainer.checkpoint.interval": 0}).start()
+    one = run(text=slow(), **{"trainer.checkpoint.interval": 0}).start()
     one.wait_for_step(2)
     one.process.send_signal(signal.SIGINT)
     code, output = one.finish(60)

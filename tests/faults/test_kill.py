@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.support.clock import wait_until
-from tests.support.runs import SLOW
+from tests.support.runs import slow
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -31,7 +31,7 @@ def resume_to_the_end(run):
     ],
 )
 def test_a_killed_role_ends_the_run_and_resume_finishes_it(run, title, name, ranks):
-    one = run(text=SLOW, **{"trainer.ranks": ranks}).start()
+    one = run(text=slow(), **{"trainer.ranks": ranks}).start()
     one.wait_for_step(2)
     (pid,) = one.pids(title)
     os.kill(pid, signal.SIGKILL)
@@ -45,7 +45,7 @@ def test_a_killed_role_ends_the_run_and_resume_finishes_it(run, title, name, ran
 
 
 def test_a_killed_launcher_leaves_nothing_and_resume_finishes_the_run(run):
-    one = run(text=SLOW).start()
+    one = run(text=slow()).start()
     one.wait_for_step(2)
     one.process.kill()
     one.process.wait()
@@ -55,7 +55,7 @@ def test_a_killed_launcher_leaves_nothing_and_resume_finishes_the_run(run):
 
 
 def test_a_killed_env_worker_is_replaced_and_the_run_goes_on(run):
-    one = run(text=SLOW.replace("[trainer]", "serve.pool.workers = 2\n[trainer]")).start()
+    one = run(text=slow().replace("[trainer]", "serve.pool.workers = 2\n[trainer]")).start()
     one.wait_for_step(1)
     workers = one.pids("env-worker")
     assert len(workers) == 2
@@ -63,4 +63,9 @@ def test_a_killed_env_worker_is_replaced_and_the_run_goes_on(run):
     code, output = one.finish()
     assert code == 0, output
     one.assert_nothing_left()
-    assert [line["step"] for line in one.metrics()] == STEPS
+    lines = one.metrics()
+    assert [line["step"] for line in lines] == STEPS
+    assert (
+        sum(line["episodes/failed"] for line in lines) <= 16
+    )  # those it was running, half of max_inflight, and no more
+    assert sum(line["episodes/shipped"] for line in lines) == 6 * 16

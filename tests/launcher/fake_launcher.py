@@ -24,16 +24,18 @@ def role(spec):
 
 
 def tick():
+    if (directory / "raise").exists():
+        raise RuntimeError("the tick raised")
     with (directory / "ticks").open("a") as file:
         file.write(".")
 
 
 roles = [role(spec) for spec in sys.argv[2:]]
 first = next((one for one in roles if one.name == "first"), None)
-janitor = Janitor(f"test-{directory.name}", directory / "janitor.log")
-(directory / "janitor.pid").write_text(str(janitor.pid))
-janitor.tell(directory=str(directory / "sockets"), record=str(directory / "run.json"))
-outcome = asyncio.run(Supervisor(f"test-{directory.name}", janitor, tick).run(first, [r for r in roles if r != first]))
-janitor.dismiss()
+with Janitor(f"test-{directory.name}", directory / "janitor.log") as janitor:
+    (directory / "janitor.pid").write_text(str(janitor.pid))
+    janitor.tell(directory=str(directory / "sockets"), record=str(directory / "run.json"))
+    supervisor = Supervisor(f"test-{directory.name}", janitor, tick)
+    outcome = asyncio.run(supervisor.run(first, [one for one in roles if one != first]))
 print(outcome, flush=True)
 sys.exit(outcome.code)

@@ -183,6 +183,15 @@ def test_kill_of_the_launcher_leaves_nothing(launch, tmp_path):
     assert record == {"status": "killed", "exit_code": 137, "reason": "the launcher was killed"}
 
 
+def test_an_exception_in_the_launcher_leaves_nothing(launch, tmp_path):
+    launcher = launch(server("env"), server("orchestrator", "fd"))
+    pids = [launcher.pid(name) for name in ("env", "orchestrator", "janitor")]
+    (tmp_path / "raise").touch()
+    code, output = launcher.finish()
+    assert (code, "RuntimeError: the tick raised" in output) == (1, True), output
+    gone(*pids)
+
+
 def test_kill_of_the_janitor_ends_the_run_with_one(launch):
     launcher = launch(server("env"), server("orchestrator", "fd"))
     env = launcher.pid("env")

@@ -1,28 +1,30 @@
 """Whole runs as processes: a tiny configuration, `shmrl run` started and watched from outside, what it left."""
 
+import atexit
+import functools
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
-from shmrl.config import load_run
+from shmrl.config import dump_toml, load_run
+from shmrl.node.host import tiny_model_command
 from tests.support import leftovers
 from tests.support.clock import wait_until
 
 ROOT = Path(__file__).parents[2]
 START_S = 90.0  # imports of torch in several processes on two busy cores
 
-TINY = """
-[run]
-name = "tiny"
-max_steps = 6
+MODEL = """
 [model.tiny]
 layers = 2
 hidden = 32
@@ -30,6 +32,11 @@ heads = 2
 kv_heads = 1
 experts = 4
 moe_intermediate = 32
+"""
+RUN = """
+[run]
+name = "tiny"
+max_steps = 6
 [arena]
 capacity = "64MiB"
 [inference]
@@ -50,7 +57,21 @@ head = 4
 interval = 1
 """
 
-SLOW = TINY.replace('"reverse-text", args = {', '"tests.support.slow_env:SlowReverseText", args = { delay_s = 0.7,')
+TINY = RUN + MODEL
+SLOW = RUN.replace('"reverse-text", args = {', '"tests.support.slow_env:SlowReverseText", args = { delay_s = 0.7,')
+
+
+@functools.cache
+def slow():
+    """SLOW with the path of one model, made once for all tests, so that their runs start sooner."""
+    directory = Path(tempfile.mkdtemp(prefix="shmrl-test-model-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    (directory / "run.toml").write_text(TINY)
+    (directory / "resolved.toml").write_text(
+        dump_toml(load_run([directory / "run.toml"], {"run.output-dir": str(directory)}))
+    )
+    subprocess.run(tiny_model_command(directory / "resolved.toml"), check=True, cwd=ROOT)
+    return f'{SLOW}\n[model]\npath = "{directory}/weights/step_0"\n'
 
 
 def free_ports(count):

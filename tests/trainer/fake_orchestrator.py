@@ -10,7 +10,7 @@ from shmrl.payload import micro_batch_to_wire
 
 class FakeOrchestrator:
     def __init__(self, tree, timeout_s=120):
-        self._tree = tree
+        self.tree = tree
         tree.socket_dir.mkdir(parents=True, exist_ok=True)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -27,7 +27,7 @@ class FakeOrchestrator:
     def greet(self):
         """Wait for every rank's hello; the messages by rank."""
         self.hellos, self._peers = {}, {}
-        while len(self.hellos) < self._tree.trainer.ranks:
+        while len(self.hellos) < self.tree.trainer.ranks:
             identity, message = self.receive()
             if message["kind"] == "hello":  # a report to an orchestrator that is gone is not for us
                 self.hellos[message["rank"]], self._peers[message["rank"]] = message, identity
@@ -51,4 +51,4 @@ class FakeOrchestrator:
     def close(self):
         self._socket.close()
         self._context.term()
-        Path(self._tree.trainer_address.removeprefix("ipc://")).unlink(missing_ok=True)
+        Path(self.tree.trainer_address.removeprefix("ipc://")).unlink(missing_ok=True)

@@ -21,6 +21,8 @@ MODES = {
     "ddp": {"fsdp": False},
     "fsdp": {"fsdp": True},
     "fsdp_checkpointed": {"fsdp": True, "activation_checkpointing": True},
+    "fsdp_bfloat16": {"fsdp": True, "precision": "bfloat16"},
+    "ddp_bfloat16": {"precision": "bfloat16"},
 }
 
 
@@ -37,10 +39,10 @@ class Keep(torch.optim.Optimizer):
             self.gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
 
 
-def gradients(tree, ranks, arena, micro_batches, *, fsdp=False):
+def gradients(tree, ranks, arena, micro_batches):
     """(gradients by parameter, metrics) of one step of this rank's share."""
     policy = load_policy(tree, tree.initial_weights, ranks.device)
-    module = ranks.wrap(policy, fsdp=fsdp)
+    module = ranks.wrap(policy, fsdp=tree.trainer.fsdp, bfloat16=tree.trainer.precision == "bfloat16")
     keep = Keep(policy)
     metrics = Stepper(tree, ranks, arena, policy, module, keep).run(1, micro_batches, lr=0.0)
     return keep.gradients, metrics
@@ -53,7 +55,7 @@ def main(toml, batches, out, *modes):
     with Arena.attach(tree.arena.address, reader=ranks.rank) as arena:
         for mode in modes:
             changed = tree.model_copy(update={"trainer": tree.trainer.model_copy(update=MODES[mode])})
-            result = gradients(changed, ranks, arena, mine, fsdp=changed.trainer.fsdp)
+            result = gradients(changed, ranks, arena, mine)
             if ranks.rank == 0:
                 torch.save(result, Path(out) / f"{mode}.pt")
     ranks.close()

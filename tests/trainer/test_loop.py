@@ -67,8 +67,9 @@ def finished(process):
     assert process.returncode == 0, output
 
 
-def test_two_ranks_from_warm_up_to_the_end(make_tree, arena, branches, orchestrate, start_trainer):
-    tree = make_tree(ranks=2, warmup={"steps": 1, "batch_size": 6}, checkpoint={"interval": 0}, keep_weights=1)
+def test_two_ranks_from_warm_up_to_the_end(make_tree, arena, branches, orchestrate, start_trainer, run_rank):
+    warmup = {"steps": 1, "batch_size": 6}
+    tree = make_tree(ranks=2, fsdp=True, warmup=warmup, checkpoint={"interval": 0}, keep_weights=1)
     orchestrator = orchestrate(tree)
     process = start_trainer(tree)
     hellos = orchestrator.greet()
@@ -109,6 +110,11 @@ def test_two_ranks_from_warm_up_to_the_end(make_tree, arena, branches, orchestra
     assert AutoTokenizer.from_pretrained(tree.weights_dir(2)).decode([104, 105])
     assert latest_checkpoint(tree.run.output_dir) == 2
     assert (checkpoint_dir(tree, 2) / "orchestrator.json").read_text() == '{"position": 2}\n'
+
+    alone = make_tree(checkpoint={"interval": 0})  # sharded ranks' checkpoint continues on one
+    orchestrator.tree = alone
+    run_rank(alone, True, train(orchestrator, arena, branches, (3,), 2))
+    assert latest_checkpoint(tree.run.output_dir) == 3
 
 
 METRICS = {

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from benches.rollouts import rollouts
 from shmrl.errors import RunError
 from shmrl.trainer.losses import LossOutput
 from shmrl.trainer.models import load_policy
@@ -40,6 +41,25 @@ def test_exact_on_policy(make_tree, ranks, arena, branches):
     assert arena.stats()["blocks"] == len(samples)  # the ledger's share
     retire(arena, samples, 1)
     assert arena.stats()["blocks"] == 0
+
+
+def test_exact_at_another_temperature(make_tree, ranks, arena, model_dir):
+    samples = put(arena, rollouts(model_dir, 4, temperature=0.6))
+    assert {sample.meta["temperature"] for sample in samples} == {0.6}
+    (micro_batches,) = ship(arena, samples, ranks=1)
+    sampling = {"temperature": 0.6, "max_tokens": 24}
+    metrics = stepper(make_tree(head=0, sampling=sampling), ranks, arena).run(1, micro_batches, lr=0.0)
+    assert metrics["train/mismatch_kl"] <= 1e-6
+    retire(arena, samples, 1)
+
+
+def test_raw_logprobs_are_compared_at_temperature_one(make_tree, ranks, arena, model_dir):
+    meta = {"logprobs_mode": "raw", "temperature": 0.6}
+    raw = [dataclasses.replace(s, meta=s.meta | meta) for s in put(arena, rollouts(model_dir, 4))]
+    (micro_batches,) = ship(arena, raw, ranks=1)
+    metrics = stepper(make_tree(head=0, sampling={"max_tokens": 24}), ranks, arena).run(1, micro_batches, lr=0.0)
+    assert metrics["train/mismatch_kl"] <= 1e-6
+    retire(arena, raw, 1)
 
 
 def test_without_sampling_replay_the_ratio_is_biased(make_tree, ranks, arena, branches):

@@ -1,0 +1,61 @@
+"""What loading checks: packed sequences that see each other, heads that do more, files that do not fit."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shmrl.errors import RunError
+from shmrl.trainer.inputs import Fold
+from shmrl.trainer.models import check_packing, load_model, load_policy
+from shmrl.trainer.policy import Policy
+from tests.trainer.families import build
+
+CPU = torch.device("cpu")
+
+
+def test_packed_rows_that_bleed_are_found():
+    """gpt-oss never tells its mask where sequences begin; Qwen3-MoE does."""
+    check_packing(Policy(build("qwen3_moe"), packed=True), CPU)
+    with pytest.raises(RunError, match="GptOssForCausalLM: packed sequences score differently"):
+        check_packing(Policy(build("gpt_oss"), packed=True), CPU)
+
+
+def test_a_head_that_does_more_than_project_is_found():
+    model = build("qwen3_moe")
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits * 2)
+    with pytest.raises(RunError, match="or the head is not a plain projection"):
+        check_packing(Policy(model), CPU)
+
+
+def test_a_fold_and_its_predictors():
+    fold = Fold((3, 1, 2))
+    assert fold.index.tolist() == [[0, 1, 2], [3, -1, -1], [4, 5, -1]]
+    assert fold.predictors(torch.tensor([1, 2, 5]).numpy()).tolist() == [0, 1, 6]
+    assert fold.spread(torch.arange(10, 16).numpy(), 0).tolist() == [[10, 11, 12], [13, 0, 0], [14, 15, 0]]
+    packed = Fold((3, 1, 2), packed=True)
+    assert packed.positions.tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert packed.predictors(torch.tensor([1, 2, 5]).numpy()).tolist() == [0, 1, 4]
+    with pytest.raises(RunError, match="sequence 1 has loss on its first token"):
+        fold.predictors(torch.tensor([1, 3]).numpy())
+
+
+def test_a_directory_without_a_model(tmp_path):
+    with pytest.raises(RunError, match=f"{tmp_path} is no model directory: it has no config.json"):
+        load_model(tmp_path)
+
+
+def test_weights_that_do_not_fit_are_named(model_dir, tmp_path):
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match=r"1 missing_keys: model\.norm\.weight"):
+        load_model(tmp_path)
+
+
+def test_weights_are_float32_and_dropout_is_off(make_tree):
+    tree = make_tree(precision="bfloat16")
+    policy = load_policy(tree, tree.initial_weights, CPU)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    assert not policy.lm.training
