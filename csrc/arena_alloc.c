@@ -1,9 +1,10 @@
-/* Spans of the data file: pages by segregated good fit with coalescing, cells below 64 KiB, and the rebuild of both.
+/* Spans of the data file: pages by segregated good fit with coalescing, cells below 64 KiB, and the rebuild
+ * of both.
  *
- * Everything here runs under the allocator's lock, in whichever process has it. Nothing here is the truth: pages[], bins
- * and cell lists are a cache of blocks[], so a holder that dies in the middle costs a rebuild and nothing else. A bin holds
- * free spans of nearly equal length (8 bins per doubling); a fit is looked for in the own bin first, among spans this
- * process wrote last, because its page tables still map them.
+ * Everything here runs under the allocator's lock, in whichever process has it. Nothing here is the truth:
+ * pages[], bins and cell lists are a cache of blocks[], so a holder that dies in the middle costs a rebuild
+ * and nothing else. A bin holds free spans of nearly equal length (8 bins per doubling); a fit is looked for
+ * in the own bin first, among spans this process wrote last, because its page tables still map them.
  */
 #include "arena_core.h"
 #include "arena_atomics.h"
@@ -12,8 +13,7 @@
 
 #define LOOKS 16 /* spans of the own bin examined before the next bin is taken, whose every span fits */
 
-static unsigned bin_of(uint32_t n)
-{
+static unsigned bin_of(uint32_t n) {
     if (n < 8)
         return n;
     unsigned log = 31 - (unsigned)__builtin_clz(n);
@@ -21,19 +21,21 @@ static unsigned bin_of(uint32_t n)
 }
 
 /* Cell sizes: 256 * {1, 1.25, 1.5, 1.75} * 2^k up to 32 KiB; all are multiples of a cache line. */
-static uint32_t cell_size(unsigned cls) { return (256u << (cls / 4)) / 4 * (4 + cls % 4); }
-static unsigned cells_of(unsigned cls) { return SRL_PAGE / cell_size(cls); }
+static uint32_t cell_size(unsigned cls) {
+    return (256u << (cls / 4)) / 4 * (4 + cls % 4);
+}
+static unsigned cells_of(unsigned cls) {
+    return SRL_PAGE / cell_size(cls);
+}
 
-static unsigned cell_class(uint64_t n)
-{
+static unsigned cell_class(uint64_t n) {
     unsigned cls = 0;
     while (cell_size(cls) < n)
         cls++;
     return cls;
 }
 
-uint64_t srl_span_nbytes(uint64_t total)
-{
+uint64_t srl_span_nbytes(uint64_t total) {
     if (total == 0)
         return 0;
     if (total <= SRL_CELL_MAX)
@@ -41,8 +43,7 @@ uint64_t srl_span_nbytes(uint64_t total)
     return (total + SRL_PAGE - 1) / SRL_PAGE * SRL_PAGE;
 }
 
-static void list_push(srl_arena *a, uint32_t *head, uint32_t p)
-{
+static void list_push(srl_arena *a, uint32_t *head, uint32_t p) {
     a->pages[p].prev = SRL_NONE;
     a->pages[p].next = *head;
     if (*head != SRL_NONE)
@@ -50,8 +51,7 @@ static void list_push(srl_arena *a, uint32_t *head, uint32_t p)
     *head = p;
 }
 
-static void list_remove(srl_arena *a, uint32_t *head, uint32_t p)
-{
+static void list_remove(srl_arena *a, uint32_t *head, uint32_t p) {
     srl_page *r = a->pages + p;
     if (r->prev == SRL_NONE)
         *head = r->next;
@@ -61,8 +61,7 @@ static void list_remove(srl_arena *a, uint32_t *head, uint32_t p)
         a->pages[r->next].prev = r->prev;
 }
 
-static void mark_ends(srl_arena *a, uint32_t first, uint32_t n, unsigned kind, uint32_t writer)
-{
+static void mark_ends(srl_arena *a, uint32_t first, uint32_t n, unsigned kind, uint32_t writer) {
     srl_page *ends[2] = {a->pages + first, a->pages + first + n - 1};
     for (int i = 0; i < 2; i++) {
         ends[i]->kind = (uint8_t)kind;
@@ -71,16 +70,14 @@ static void mark_ends(srl_arena *a, uint32_t first, uint32_t n, unsigned kind, u
     }
 }
 
-static void bin_insert(srl_arena *a, uint32_t first, uint32_t n, uint32_t writer)
-{
+static void bin_insert(srl_arena *a, uint32_t first, uint32_t n, uint32_t writer) {
     unsigned bin = bin_of(n);
     mark_ends(a, first, n, SRL_PAGE_FREE, writer);
     list_push(a, a->h->bins + bin, first);
     a->h->bin_map[bin / 64] |= UINT64_C(1) << bin % 64;
 }
 
-static void bin_remove(srl_arena *a, uint32_t first)
-{
+static void bin_remove(srl_arena *a, uint32_t first) {
     unsigned bin = bin_of(a->pages[first].length);
     list_remove(a, a->h->bins + bin, first);
     if (a->h->bins[bin] == SRL_NONE)
@@ -88,8 +85,7 @@ static void bin_remove(srl_arena *a, uint32_t first)
 }
 
 /* The first non-empty bin at or above `bin`, or SRL_BINS. */
-static unsigned bin_from(const srl_arena *a, unsigned bin)
-{
+static unsigned bin_from(const srl_arena *a, unsigned bin) {
     for (unsigned word = bin / 64; word < SRL_BINS / 64; word++) {
         uint64_t bits = a->h->bin_map[word];
         if (word == bin / 64)
@@ -101,8 +97,7 @@ static unsigned bin_from(const srl_arena *a, unsigned bin)
 }
 
 /* In the own bin: a span this process wrote last, else the shortest that fits, among the first `looks`. */
-static uint32_t fit_in_bin(const srl_arena *a, unsigned bin, uint32_t n, unsigned looks)
-{
+static uint32_t fit_in_bin(const srl_arena *a, unsigned bin, uint32_t n, unsigned looks) {
     uint32_t best = SRL_NONE;
     for (uint32_t p = a->h->bins[bin]; p != SRL_NONE && looks; p = a->pages[p].next, looks--) {
         const srl_page *r = a->pages + p;
@@ -116,8 +111,7 @@ static uint32_t fit_in_bin(const srl_arena *a, unsigned bin, uint32_t n, unsigne
     return best;
 }
 
-static uint32_t find_span(const srl_arena *a, uint32_t n)
-{
+static uint32_t find_span(const srl_arena *a, uint32_t n) {
     unsigned own = bin_of(n);
     uint32_t p = fit_in_bin(a, own, n, LOOKS);
     if (p != SRL_NONE)
@@ -128,8 +122,7 @@ static uint32_t find_span(const srl_arena *a, uint32_t n)
     return fit_in_bin(a, own, n, UINT32_MAX); /* the whole bin, before anybody is refused */
 }
 
-static uint32_t pages_take(srl_arena *a, uint32_t n)
-{
+static uint32_t pages_take(srl_arena *a, uint32_t n) {
     uint32_t p = find_span(a, n);
     if (p == SRL_NONE)
         return SRL_NONE;
@@ -141,8 +134,7 @@ static uint32_t pages_take(srl_arena *a, uint32_t n)
     return p;
 }
 
-static void pages_give(srl_arena *a, uint32_t first, uint32_t n, uint32_t writer)
-{
+static void pages_give(srl_arena *a, uint32_t first, uint32_t n, uint32_t writer) {
     uint64_t end = a->h->committed_pages;
     if (first > 0 && a->pages[first - 1].kind == SRL_PAGE_FREE) {
         uint32_t left = a->pages[first - 1].length;
@@ -158,8 +150,7 @@ static void pages_give(srl_arena *a, uint32_t first, uint32_t n, uint32_t writer
     bin_insert(a, first, n, writer);
 }
 
-static uint32_t cells_page_new(srl_arena *a, unsigned cls)
-{
+static uint32_t cells_page_new(srl_arena *a, unsigned cls) {
     uint32_t p = pages_take(a, 1);
     if (p == SRL_NONE)
         return p;
@@ -172,16 +163,14 @@ static uint32_t cells_page_new(srl_arena *a, unsigned cls)
     return p;
 }
 
-static unsigned first_clear(const uint64_t *bits)
-{
+static unsigned first_clear(const uint64_t *bits) {
     unsigned word = 0;
     while (bits[word] == UINT64_MAX)
         word++;
     return word * 64 + (unsigned)__builtin_ctzll(~bits[word]);
 }
 
-static int cell_take(srl_arena *a, unsigned cls, uint64_t *offset)
-{
+static int cell_take(srl_arena *a, unsigned cls, uint64_t *offset) {
     uint32_t p = a->h->cell_pages[cls];
     if (p == SRL_NONE)
         p = cells_page_new(a, cls);
@@ -196,8 +185,7 @@ static int cell_take(srl_arena *a, unsigned cls, uint64_t *offset)
     return 0;
 }
 
-static void cell_give(srl_arena *a, uint64_t offset, uint32_t writer)
-{
+static void cell_give(srl_arena *a, uint64_t offset, uint32_t writer) {
     uint32_t p = (uint32_t)(offset / SRL_PAGE);
     srl_page *r = a->pages + p;
     unsigned cls = r->cell_class, cell = (unsigned)(offset % SRL_PAGE / cell_size(cls));
@@ -210,8 +198,7 @@ static void cell_give(srl_arena *a, uint64_t offset, uint32_t writer)
     pages_give(a, p, 1, writer);
 }
 
-int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset)
-{
+int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset) {
     *offset = 0;
     if (span == 0)
         return 0;
@@ -231,8 +218,7 @@ int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset)
     return 0;
 }
 
-void srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t writer)
-{
+void srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t writer) {
     if (span == 0)
         return;
     srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes - span);
@@ -242,25 +228,24 @@ void srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t writer
         pages_give(a, (uint32_t)(offset / SRL_PAGE), (uint32_t)(span / SRL_PAGE), writer);
 }
 
-void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count)
-{
+void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count) {
     pages_give(a, (uint32_t)first, (uint32_t)count, SRL_NONE);
 }
 
-/* -------------------------------------------------------------------------------------------------------- rebuild */
+/* --------------------------------------------------------------------------------------------------------
+ * rebuild */
 
-static bool span_is_sane(const srl_arena *a, const srl_block *b)
-{
+static bool span_is_sane(const srl_arena *a, const srl_block *b) {
     uint64_t end = a->h->committed_pages * SRL_PAGE;
-    if (b->span > end || b->offset > end - b->span || b->nbytes > b->span || b->span != srl_span_nbytes(b->span))
+    if (b->span > end || b->offset > end - b->span || b->nbytes > b->span ||
+        b->span != srl_span_nbytes(b->span))
         return false;
     if (b->span < SRL_PAGE)
         return b->span == 0 || b->offset % SRL_PAGE % b->span == 0;
     return b->offset % SRL_PAGE == 0;
 }
 
-static void clear_caches(srl_arena *a)
-{
+static void clear_caches(srl_arena *a) {
     srl_header *h = a->h;
     memset(a->pages, 0, h->committed_pages * sizeof *a->pages);
     memset(h->bin_map, 0, sizeof h->bin_map);
@@ -272,8 +257,7 @@ static void clear_caches(srl_arena *a)
     srl_store_relaxed(&h->used_bytes, 0);
 }
 
-static int place_block(srl_arena *a, const srl_block *b)
-{
+static int place_block(srl_arena *a, const srl_block *b) {
     srl_page *r = a->pages + b->offset / SRL_PAGE;
     srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes + b->span);
     if (b->span == 0)
@@ -281,7 +265,8 @@ static int place_block(srl_arena *a, const srl_block *b)
     if (b->span >= SRL_PAGE) {
         if (r->length)
             return -EUCLEAN; /* two blocks begin on one page */
-        mark_ends(a, (uint32_t)(b->offset / SRL_PAGE), (uint32_t)(b->span / SRL_PAGE), SRL_PAGE_USED, SRL_NONE);
+        mark_ends(a, (uint32_t)(b->offset / SRL_PAGE), (uint32_t)(b->span / SRL_PAGE), SRL_PAGE_USED,
+                  SRL_NONE);
         return 0;
     }
     unsigned cls = cell_class(b->span), cell = (unsigned)(b->offset % SRL_PAGE / b->span);
@@ -296,8 +281,7 @@ static int place_block(srl_arena *a, const srl_block *b)
     return 0;
 }
 
-static void link_what_is_free(srl_arena *a)
-{
+static void link_what_is_free(srl_arena *a) {
     uint64_t end = a->h->committed_pages;
     for (uint64_t p = 0; p < end;) {
         srl_page *r = a->pages + p;
@@ -315,8 +299,7 @@ static void link_what_is_free(srl_arena *a)
     }
 }
 
-static int check_all(const srl_arena *a)
-{
+static int check_all(const srl_arena *a) {
     for (uint64_t i = 0; i < a->h->table_used; i++) {
         unsigned state = SRL_STATE(srl_load_sc(&a->blocks[i].word));
         if (state > SRL_FREEING || (state != SRL_FREE && !span_is_sane(a, a->blocks + i)))
@@ -326,10 +309,10 @@ static int check_all(const srl_arena *a)
 }
 
 /* After a takeover: FREEING becomes FREE, and every cache is made anew from the descriptors. */
-int srl_rebuild(srl_arena *a)
-{
+int srl_rebuild(srl_arena *a) {
     srl_header *h = a->h;
-    if (h->committed_pages > h->max_pages || h->table_used > h->table_committed || h->table_committed > h->max_blocks)
+    if (h->committed_pages > h->max_pages || h->table_used > h->table_committed ||
+        h->table_committed > h->max_blocks)
         return -EUCLEAN;
     int rc = check_all(a);
     if (rc)

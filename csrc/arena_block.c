@@ -1,7 +1,8 @@
 /* Blocks: reserve, seal, acquire, release, adopt, ship, done, free, discard.
  *
- * Runs in every attached process. The protocol is the one checked exhaustively in the model: a failed acquire is a full
- * release, whoever clears the last holder of a RETIRED block wins one CAS to FREEING, and spans return under the lock only.
+ * Runs in every attached process. The protocol is the one checked exhaustively in the model: a failed acquire
+ * is a full release, whoever clears the last holder of a RETIRED block wins one CAS to FREEING, and spans
+ * return under the lock only.
  */
 #include "arena_core.h"
 #include "arena_atomics.h"
@@ -10,20 +11,24 @@
 #include <sys/random.h>
 #include <time.h>
 
-static uint64_t *word_of_bit(uint64_t *bits, uint32_t index) { return bits + index / 64; }
-static uint64_t mask_of_bit(uint32_t index) { return UINT64_C(1) << index % 64; }
+static uint64_t *word_of_bit(uint64_t *bits, uint32_t index) {
+    return bits + index / 64;
+}
+static uint64_t mask_of_bit(uint32_t index) {
+    return UINT64_C(1) << index % 64;
+}
 
-/* ------------------------------------------------------------------------------------------------ back to the pool */
+/* ------------------------------------------------------------------------------------------------ back to
+ * the pool */
 
-void srl_pend(srl_arena *a, uint32_t slot)
-{
+void srl_pend(srl_arena *a, uint32_t slot) {
     srl_or_sc(word_of_bit(a->pending, slot), mask_of_bit(slot));
     srl_store_sc(&a->h->pending_hint, 1);
 }
 
-/* Under the lock: the map first and the word last. `w` is the FREEING word that was won; anything else has been dealt with. */
-static void free_locked(srl_arena *a, srl_block *b, uint64_t w)
-{
+/* Under the lock: the map first and the word last. `w` is the FREEING word that was won; anything else has
+ * been dealt with. */
+static void free_locked(srl_arena *a, srl_block *b, uint64_t w) {
     if (SRL_STATE(w) != SRL_FREEING || srl_load_sc(&b->word) != w)
         return;
     srl_span_give(a, b->offset, b->span, SRL_OWNER(w));
@@ -34,8 +39,7 @@ static void free_locked(srl_arena *a, srl_block *b, uint64_t w)
     a->freed = true;
 }
 
-void srl_drain(srl_arena *a)
-{
+void srl_drain(srl_arena *a) {
     if (!srl_swap_sc(&a->h->pending_hint, 0))
         return;
     for (uint64_t i = 0; i < (a->h->table_used + 63) / 64; i++) {
@@ -48,8 +52,7 @@ void srl_drain(srl_arena *a)
 }
 
 /* Won the CAS to FREEING. Never waits: this may run inside a garbage collection. */
-static void give_back(srl_arena *a, srl_block *b, uint64_t w)
-{
+static void give_back(srl_arena *a, srl_block *b, uint64_t w) {
     if (srl_lock(a, 0)) {
         srl_pend(a, (uint32_t)(b - a->blocks));
         srl_drain_if_free(a); /* the holder may have let go before it could see the hint */
@@ -60,8 +63,7 @@ static void give_back(srl_arena *a, srl_block *b, uint64_t w)
 }
 
 /* The last-holder check, on the word as it is now, whatever its generation. */
-void srl_finish(srl_arena *a, srl_block *b)
-{
+void srl_finish(srl_arena *a, srl_block *b) {
     uint64_t w = srl_load_sc(&b->word);
     if (SRL_STATE(w) != SRL_RETIRED)
         return;
@@ -73,10 +75,10 @@ void srl_finish(srl_arena *a, srl_block *b)
         give_back(a, b, freeing);
 }
 
-/* --------------------------------------------------------------------------------------------------------- writing */
+/* ---------------------------------------------------------------------------------------------------------
+ * writing */
 
-static int next_nonce(srl_arena *a, uint64_t *nonce)
-{
+static int next_nonce(srl_arena *a, uint64_t *nonce) {
     if (!a->nonces_left) {
         if (getrandom(a->nonces, sizeof a->nonces, 0) != (ssize_t)sizeof a->nonces)
             return -EAGAIN;
@@ -86,8 +88,7 @@ static int next_nonce(srl_arena *a, uint64_t *nonce)
     return 0;
 }
 
-static int find_slot(srl_arena *a, uint64_t *slot)
-{
+static int find_slot(srl_arena *a, uint64_t *slot) {
     srl_header *h = a->h;
     if (h->free_slot && h->free_slot <= h->table_used)
         *slot = h->free_slot - 1;
@@ -100,8 +101,7 @@ static int find_slot(srl_arena *a, uint64_t *slot)
     return 0;
 }
 
-static void take_slot(srl_arena *a, uint64_t slot)
-{
+static void take_slot(srl_arena *a, uint64_t slot) {
     srl_header *h = a->h;
     if (slot == h->table_used)
         srl_store_relaxed(&h->table_used, slot + 1);
@@ -109,8 +109,7 @@ static void take_slot(srl_arena *a, uint64_t slot)
         h->free_slot = srl_load_relaxed(&srl_at(a, (uint32_t)slot)->offset);
 }
 
-static void describe(srl_block *b, const srl_request *r, uint64_t span)
-{
+static void describe(srl_block *b, const srl_request *r, uint64_t span) {
     char tag[SRL_TAG_MAX] = {0};
     memcpy(tag, r->tag, r->tag_len);
     srl_copy_relaxed(b->tag, tag, sizeof tag);
@@ -127,8 +126,7 @@ static void describe(srl_block *b, const srl_request *r, uint64_t span)
         srl_and_sc(b->done + i, 0);
 }
 
-static int reserve_locked(srl_arena *a, srl_request *r)
-{
+static int reserve_locked(srl_arena *a, srl_request *r) {
     srl_drain(a);
     if (srl_load32_sc(&a->h->space_waiters) && !srl_queue_first(a))
         return -ENOSPC;
@@ -150,8 +148,7 @@ static int reserve_locked(srl_arena *a, srl_request *r)
     return 0;
 }
 
-int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns)
-{
+int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns) {
     int rc = srl_lock(a, deadline_ns);
     if (rc)
         return rc;
@@ -160,8 +157,7 @@ int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns)
     return rc;
 }
 
-int srl_abort(srl_arena *a, uint32_t slot, uint32_t gen)
-{
+int srl_abort(srl_arena *a, uint32_t slot, uint32_t gen) {
     srl_block *b = srl_at(a, slot);
     for (;;) {
         uint64_t w = srl_load_sc(&b->word);
@@ -175,8 +171,7 @@ int srl_abort(srl_arena *a, uint32_t slot, uint32_t gen)
     }
 }
 
-int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bool checked)
-{
+int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bool checked) {
     srl_block *b = srl_at(a, slot);
     srl_store32_relaxed(&b->tail_nbytes, tail_nbytes);
     srl_store32_relaxed(&b->crc, crc);
@@ -193,10 +188,10 @@ int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, ui
     }
 }
 
-/* --------------------------------------------------------------------------------------------------------- reading */
+/* ---------------------------------------------------------------------------------------------------------
+ * reading */
 
-static int readable(uint64_t w, uint32_t gen)
-{
+static int readable(uint64_t w, uint32_t gen) {
     if (SRL_GEN(w) != gen)
         return -ESTALE;
     if (SRL_STATE(w) == SRL_WRITING)
@@ -204,14 +199,12 @@ static int readable(uint64_t w, uint32_t gen)
     return SRL_STATE(w) == SRL_READY ? 0 : -ESTALE;
 }
 
-static void drop_bit(srl_arena *a, srl_block *b)
-{
+static void drop_bit(srl_arena *a, srl_block *b) {
     srl_and_sc(word_of_bit(b->holders, a->self), ~mask_of_bit(a->self));
     srl_finish(a, b);
 }
 
-int srl_acquire(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
-{
+int srl_acquire(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
     if (slot >= srl_load_relaxed(&a->h->table_used))
         return -ESTALE;
     srl_block *b = srl_at(a, slot);
@@ -219,7 +212,8 @@ int srl_acquire(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
     int rc = readable(srl_load_sc(&b->word), gen);
     if (rc)
         return rc;
-    if (hold->count) { /* the private count decides alone: the shared bit protects a live view of this process */
+    if (hold->count) { /* the private count decides alone: the shared bit protects a live view of this process
+                        */
         if (hold->generation != gen || srl_load_relaxed(&b->nonce) != nonce)
             return -ESTALE;
         hold->count++;
@@ -238,17 +232,17 @@ int srl_acquire(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
     return 0;
 }
 
-void srl_release(srl_arena *a, uint32_t slot)
-{
+void srl_release(srl_arena *a, uint32_t slot) {
     if (--a->holds[slot].count == 0)
         drop_bit(a, srl_at(a, slot));
 }
 
-/* ------------------------------------------------------------------------------------------------------- ownership */
+/* -------------------------------------------------------------------------------------------------------
+ * ownership */
 
-/* The word of a READY block of this very handle, or why not. The nonce is stable if a CAS of this word succeeds later. */
-static int owned_word(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, bool mine, uint64_t *w)
-{
+/* The word of a READY block of this very handle, or why not. The nonce is stable if a CAS of this word
+ * succeeds later. */
+static int owned_word(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, bool mine, uint64_t *w) {
     if (slot >= srl_load_relaxed(&a->h->table_used))
         return -ESTALE;
     *w = srl_load_sc(&srl_at(a, slot)->word);
@@ -260,20 +254,19 @@ static int owned_word(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce,
     return mine && (SRL_OWNER(*w) != a->self || SRL_FLAGS(*w) & SRL_ORPHAN) ? -EPERM : 0;
 }
 
-int srl_adopt(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
-{
+int srl_adopt(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
     uint64_t w;
     for (;;) {
         int rc = owned_word(a, slot, gen, nonce, false, &w);
         if (rc)
             return rc;
-        if (srl_cas_sc(&srl_at(a, slot)->word, w, SRL_WORD(gen, SRL_READY, SRL_FLAGS(w) & ~SRL_ORPHAN, a->self)))
+        if (srl_cas_sc(&srl_at(a, slot)->word, w,
+                       SRL_WORD(gen, SRL_READY, SRL_FLAGS(w) & ~SRL_ORPHAN, a->self)))
             return 0;
     }
 }
 
-int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
-{
+int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
     uint64_t w;
     for (;;) {
         int rc = owned_word(a, slot, gen, nonce, true, &w);
@@ -287,19 +280,20 @@ int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
     }
 }
 
-/* --------------------------------------------------------------------------------------------------- ship and done */
+/* --------------------------------------------------------------------------------------------------- ship
+ * and done */
 
-/* Readers before bits: ship() clears the bits before it stores the readers, so a mixed view is never complete. */
-bool srl_done_complete(const srl_block *b)
-{
+/* Readers before bits: ship() clears the bits before it stores the readers, so a mixed view is never
+ * complete. */
+bool srl_done_complete(const srl_block *b) {
     uint32_t readers = srl_load32_sc(&b->readers), have = 0;
     for (int i = 0; i < 4; i++)
         have += (uint32_t)__builtin_popcountll(srl_load_sc(b->done + i));
     return readers && have >= readers;
 }
 
-static int ship_held(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t readers, int64_t step)
-{
+static int ship_held(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t readers,
+                     int64_t step) {
     srl_block *b = srl_at(a, slot);
     uint64_t w;
     for (;;) {
@@ -317,9 +311,9 @@ static int ship_held(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, 
     }
 }
 
-int srl_ship(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t readers, int64_t step)
-{
-    int rc = srl_acquire(a, slot, gen, nonce); /* held, so that the fields cannot become another generation's */
+int srl_ship(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t readers, int64_t step) {
+    int rc =
+        srl_acquire(a, slot, gen, nonce); /* held, so that the fields cannot become another generation's */
     if (rc)
         return rc;
     rc = ship_held(a, slot, gen, nonce, readers, step);
@@ -327,8 +321,7 @@ int srl_ship(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t
     return rc;
 }
 
-static int done_held(srl_block *b, uint32_t gen, uint32_t reader)
-{
+static int done_held(srl_block *b, uint32_t gen, uint32_t reader) {
     uint64_t w = srl_load_sc(&b->word);
     if (!(SRL_FLAGS(w) & SRL_SHIPPED))
         return -ENODATA;
@@ -341,8 +334,7 @@ static int done_held(srl_block *b, uint32_t gen, uint32_t reader)
     return 0;
 }
 
-int srl_done(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t reader)
-{
+int srl_done(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t reader) {
     int rc = srl_acquire(a, slot, gen, nonce);
     if (rc)
         return rc == -ESTALE ? 0 : rc; /* freed already: nothing left to say */
@@ -351,18 +343,17 @@ int srl_done(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t
     return rc;
 }
 
-/* --------------------------------------------------------------------------------------------------------- discard */
+/* ---------------------------------------------------------------------------------------------------------
+ * discard */
 
 /* By path component: "run/e/g1" is a prefix of "run/e/g1" and "run/e/g1/x", not of "run/e/g10". */
-static bool tag_under(const srl_block *b, const char *prefix, uint32_t len)
-{
+static bool tag_under(const srl_block *b, const char *prefix, uint32_t len) {
     char tag[SRL_TAG_MAX + 8] = {0};
     srl_copy_relaxed(tag, b->tag, SRL_TAG_MAX);
     return memcmp(tag, prefix, len) == 0 && (tag[len] == 0 || tag[len] == '/');
 }
 
-static bool discard_one(srl_arena *a, srl_block *b, const char *prefix, uint32_t len)
-{
+static bool discard_one(srl_arena *a, srl_block *b, const char *prefix, uint32_t len) {
     for (;;) {
         uint64_t w = srl_load_sc(&b->word), to;
         if (SRL_STATE(w) == SRL_READY)
@@ -380,8 +371,7 @@ static bool discard_one(srl_arena *a, srl_block *b, const char *prefix, uint32_t
     }
 }
 
-int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t len)
-{
+int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t len) {
     int64_t n = 0;
     if (len > SRL_TAG_MAX)
         return 0;
@@ -390,14 +380,15 @@ int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t len)
     return n;
 }
 
-/* ---------------------------------------------------------------------------------------------------------- growth */
+/* ----------------------------------------------------------------------------------------------------------
+ * growth */
 
-int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns)
-{
+int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns) {
     int rc = srl_lock(a, deadline_ns);
     if (rc)
         return rc;
-    if (a->h->committed_pages == from && to <= a->h->max_pages) { /* else somebody else committed the same step */
+    if (a->h->committed_pages == from &&
+        to <= a->h->max_pages) { /* else somebody else committed the same step */
         srl_pages_add(a, from, to - from);
         srl_store_relaxed(&a->h->committed_pages, to);
         a->freed = true;
@@ -406,8 +397,7 @@ int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline
     return 0;
 }
 
-int srl_commit_table(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns)
-{
+int srl_commit_table(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns) {
     int rc = srl_lock(a, deadline_ns);
     if (rc)
         return rc;

@@ -1,14 +1,15 @@
 /* The C core of the arena: the operations, over (base address, size) alone.
  *
- * Called by shmrl/arena/_arena.pyx in every attached process, and by tests/arena/tsan_driver.c in threads. No names, no
- * descriptors, no allocation, no Python. Every function returns 0 (or a count) or -errno:
- *   -ESTALE freed or another generation   -EBUSY still being written     -EPERM not the owner
- *   -ENOSPC no space                      -EAGAIN the lock was busy      -ETIMEDOUT the lock's live holder kept it
- *   -EUCLEAN control words contradict     -ECANCELED discarded meanwhile -ENODATA never shipped
- *   -EMLINK more committed pages wanted   -EXFULL more descriptors wanted
+ * Called by shmrl/arena/_arena.pyx in every attached process, and by tests/arena/tsan_driver.c in threads. No
+ * names, no descriptors, no allocation, no Python. Every function returns 0 (or a count) or -errno: -ESTALE
+ * freed or another generation   -EBUSY still being written     -EPERM not the owner -ENOSPC no space -EAGAIN
+ * the lock was busy      -ETIMEDOUT the lock's live holder kept it -EUCLEAN control words contradict
+ * -ECANCELED discarded meanwhile -ENODATA never shipped -EMLINK more committed pages wanted   -EXFULL more
+ * descriptors wanted
  *
- * Concurrency inside a process: srl_acquire, srl_release, srl_ship and srl_done use the private counts, so the caller holds one
- * mutex around them (the GIL). Everything else may run in any thread. The allocator's lock has a private mutex in front.
+ * Concurrency inside a process: srl_acquire, srl_release, srl_ship and srl_done use the private counts, so
+ * the caller holds one mutex around them (the GIL). Everything else may run in any thread. The allocator's
+ * lock has a private mutex in front.
  */
 #ifndef SRL_ARENA_CORE_H
 #define SRL_ARENA_CORE_H
@@ -30,8 +31,8 @@ typedef struct {
     uint64_t *pending;
     srl_page *pages;
     srl_block *blocks;
-    uint32_t self;      /* own process index, SRL_NONE for an inspector */
-    srl_hold *holds;    /* [max_blocks], zeroed, private to this process */
+    uint32_t self;   /* own process index, SRL_NONE for an inspector */
+    srl_hold *holds; /* [max_blocks], zeroed, private to this process */
     srl_is_dead_fn is_dead;
     void *ctx;
     pthread_mutex_t mutex; /* in front of the shared lock: owner == self then means a dead predecessor */
@@ -49,7 +50,8 @@ typedef struct {
 } srl_request;
 
 typedef struct {
-    uint64_t blocks, used_bytes, peak_bytes, committed_bytes, capacity_bytes, created, freed, orphaned, spilled, waits;
+    uint64_t blocks, used_bytes, peak_bytes, committed_bytes, capacity_bytes, created, freed, orphaned,
+        spilled, waits;
 } srl_stats;
 
 /* layout, arena_open.c */
@@ -60,7 +62,8 @@ void srl_format(void *ctl, uint64_t capacity, const srl_header *given); /* the m
 int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size);
 uint64_t srl_now_ns(int clock);
 
-/* the allocator's lock and the queue for space, arena_lock.c. deadline_ns: CLOCK_MONOTONIC, 0 = do not wait */
+/* the allocator's lock and the queue for space, arena_lock.c. deadline_ns: CLOCK_MONOTONIC, 0 = do not wait
+ */
 int srl_lock(srl_arena *a, uint64_t deadline_ns);
 void srl_unlock(srl_arena *a);
 void srl_drain_if_free(srl_arena *a); /* returns pending blocks if the lock is free; never waits */
@@ -106,10 +109,13 @@ int srl_fsck(srl_arena *a, char *out, unsigned out_len);
 
 /* bytes: copy.c, crc32c.c */
 void srl_copy(void *to, const void *from, size_t nbytes, bool hot);
-void srl_copy_crc(void *to, const void *from, size_t nbytes, bool hot, uint32_t *crcs); /* one crc per SRL_PAGE */
+void srl_copy_crc(void *to, const void *from, size_t nbytes, bool hot,
+                  uint32_t *crcs); /* one crc per SRL_PAGE */
 uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes);
 void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out); /* one crc per block */
 
-static inline srl_block *srl_at(const srl_arena *a, uint32_t slot) { return a->blocks + slot; }
+static inline srl_block *srl_at(const srl_arena *a, uint32_t slot) {
+    return a->blocks + slot;
+}
 
 #endif

@@ -7,20 +7,20 @@
  *
  * Names
  *   slot        index of a block's descriptor, 0 <= slot < table_used <= table_committed <= max_blocks
- *   process     index of an attached process, 0 <= process < max_processes <= 256; byte `process` of the `live` file is
- *               locked while it lives, byte 256 + process while somebody sweeps or claims it
- *   generation  how often the descriptor was freed; one that reaches 2^32 - 1 is never used again
- *   span        the bytes of `data` that a block owns: whole pages, one cell of a page cut into equal cells, or nothing
- *   tail        columns table and checksums, behind the payload in the same span
+ *   process     index of an attached process, 0 <= process < max_processes <= 256; byte `process` of the
+ * `live` file is locked while it lives, byte 256 + process while somebody sweeps or claims it generation  how
+ * often the descriptor was freed; one that reaches 2^32 - 1 is never used again span        the bytes of
+ * `data` that a block owns: whole pages, one cell of a page cut into equal cells, or nothing tail columns
+ * table and checksums, behind the payload in the same span
  *
  * Invariants (block b, process p)
  *   refcount(b)           = popcount(b.holders)
  *   bytes(p may read)     : p's bit in b.holders is set and state(b) in {READY, RETIRED}
  *   state(b) = FREEING   <=> exactly one CAS RETIRED|WRITING -> FREEING happened in this generation
  *   FREE <-> WRITING, FREEING -> FREE : only under the allocator's lock, by anyone
- *   sum of spans of non-FREE blocks + free spans + free cells = committed_pages * 64 KiB, while the lock is free
- *   created = sum(generation) + #(state != FREE);  freed = sum(generation) + #(state == FREEING)
- *   pages[], bins, cell lists, free descriptors, pending: caches of blocks[]; srl_rebuild() makes them anew
+ *   sum of spans of non-FREE blocks + free spans + free cells = committed_pages * 64 KiB, while the lock is
+ * free created = sum(generation) + #(state != FREE);  freed = sum(generation) + #(state == FREEING) pages[],
+ * bins, cell lists, free descriptors, pending: caches of blocks[]; srl_rebuild() makes them anew
  */
 #ifndef SRL_ARENA_LAYOUT_H
 #define SRL_ARENA_LAYOUT_H
@@ -28,28 +28,35 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SRL_MAGIC UINT64_C(0x31616e6572616c72) /* "rlarena1" */
-#define SRL_VERSION 1
+#define SRL_MAGIC         UINT64_C(0x31616e6572616c72) /* "rlarena1" */
+#define SRL_VERSION       1
 #define SRL_MAX_PROCESSES 256
-#define SRL_PAGE 65536u
-#define SRL_TAG_MAX 112
-#define SRL_NONE UINT32_MAX
-#define SRL_BINS 256
-#define SRL_CELL_CLASSES 29
-#define SRL_CELL_MAX 32768u
+#define SRL_PAGE          65536u
+#define SRL_TAG_MAX       112
+#define SRL_NONE          UINT32_MAX
+#define SRL_BINS          256
+#define SRL_CELL_CLASSES  29
+#define SRL_CELL_MAX      32768u
 
 enum srl_state { SRL_FREE = 0, SRL_WRITING = 1, SRL_READY = 2, SRL_RETIRED = 3, SRL_FREEING = 4 };
 
 /* Flags of the word. EPOCH counts ships modulo 128, so that a CAS prepared before a ship fails after it. */
-enum { SRL_ORPHAN = 1, SRL_SHIPPED = 2, SRL_DISCARDED = 4, SRL_SPILLED = 8, SRL_UNCHECKED = 16, SRL_EPOCH_ONE = 32 };
+enum {
+    SRL_ORPHAN = 1,
+    SRL_SHIPPED = 2,
+    SRL_DISCARDED = 4,
+    SRL_SPILLED = 8,
+    SRL_UNCHECKED = 16,
+    SRL_EPOCH_ONE = 32
+};
 
 /* word = generation:32 | state:4 | flags:12 | owner:16 */
-#define SRL_WORD(gen, state, flags, owner) \
+#define SRL_WORD(gen, state, flags, owner)                                                                   \
     ((uint64_t)(gen) << 32 | (uint64_t)(state) << 28 | (uint64_t)(flags) << 16 | (uint64_t)(owner))
-#define SRL_GEN(w) ((uint32_t)((w) >> 32))
-#define SRL_STATE(w) ((unsigned)((w) >> 28 & 15))
-#define SRL_FLAGS(w) ((unsigned)((w) >> 16 & 0xfff))
-#define SRL_OWNER(w) ((unsigned)((w)&0xffff))
+#define SRL_GEN(w)               ((uint32_t)((w) >> 32))
+#define SRL_STATE(w)             ((unsigned)((w) >> 28 & 15))
+#define SRL_FLAGS(w)             ((unsigned)((w) >> 16 & 0xfff))
+#define SRL_OWNER(w)             ((unsigned)((w) & 0xffff))
 #define SRL_WITH_STATE(w, state) (((w) & ~(UINT64_C(15) << 28)) | (uint64_t)(state) << 28)
 
 typedef struct {
@@ -66,8 +73,8 @@ typedef struct {
     uint64_t holders[4]; /* one bit per process; or-ed and and-ed, never stored */
     uint64_t done[4];    /* one bit per reader index */
     char tag[SRL_TAG_MAX];
-    int64_t step;        /* of the last ship, -1 = none */
-    uint64_t orphan_ns;  /* CLOCK_BOOTTIME when its owner was swept */
+    int64_t step;       /* of the last ship, -1 = none */
+    uint64_t orphan_ns; /* CLOCK_BOOTTIME when its owner was swept */
 } srl_block;
 
 typedef struct {

@@ -5,42 +5,40 @@
 #include <time.h>
 #include <unistd.h>
 
-static struct flock lock_of(short type, unsigned byte, unsigned nbytes)
-{
+static struct flock lock_of(short type, unsigned byte, unsigned nbytes) {
     return (struct flock){.l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = nbytes};
 }
 
-int srl_live_try(int fd, unsigned byte, unsigned nbytes)
-{
+int srl_live_try(int fd, unsigned byte, unsigned nbytes) {
     struct flock l = lock_of(F_WRLCK, byte, nbytes);
     if (fcntl(fd, F_OFD_SETLK, &l) == 0)
         return 1;
     return errno == EAGAIN || errno == EACCES ? 0 : -errno;
 }
 
-void srl_live_let_go(int fd, unsigned byte)
-{
+void srl_live_let_go(int fd, unsigned byte) {
     struct flock l = lock_of(F_UNLCK, byte, 1);
     fcntl(fd, F_OFD_SETLK, &l);
 }
 
-int srl_live_taken(int fd, unsigned byte, unsigned nbytes)
-{
+int srl_live_taken(int fd, unsigned byte, unsigned nbytes) {
     struct flock l = lock_of(F_WRLCK, byte, nbytes);
     if (fcntl(fd, F_OFD_GETLK, &l))
         return -errno;
     return l.l_type != F_UNLCK;
 }
 
-int srl_live_is_dead(void *live, unsigned process) { return srl_live_taken(((srl_live *)live)->fd, process, 1) == 0; }
+int srl_live_is_dead(void *live, unsigned process) {
+    return srl_live_taken(((srl_live *)live)->fd, process, 1) == 0;
+}
 
-/* ------------------------------------------------------------------------------------------------------------ fork */
+/* ------------------------------------------------------------------------------------------------------------
+ * fork */
 
 static srl_live *watched; /* changed under the interpreter's lock */
 
 /* A child that kept the description would keep a dead parent alive. */
-static void in_child(void)
-{
+static void in_child(void) {
     for (srl_live *live = watched; live; live = live->next) {
         close(live->fd);
         live->fd = -1;
@@ -49,8 +47,12 @@ static void in_child(void)
     watched = NULL;
 }
 
-void srl_live_watch_forks(srl_live *live)
-{
+void srl_live_init(srl_live *live, int fd) {
+    live->fd = fd;
+    pthread_mutex_init(&live->sweeping, NULL);
+}
+
+void srl_live_watch_forks(srl_live *live) {
     static int registered;
     if (!registered)
         registered = pthread_atfork(NULL, NULL, in_child) == 0;
@@ -58,8 +60,7 @@ void srl_live_watch_forks(srl_live *live)
     watched = live;
 }
 
-void srl_live_unwatch(srl_live *live)
-{
+void srl_live_unwatch(srl_live *live) {
     srl_live **at = &watched;
     while (*at && *at != live)
         at = &(*at)->next;
@@ -67,25 +68,25 @@ void srl_live_unwatch(srl_live *live)
         *at = live->next;
 }
 
-/* -------------------------------------------------------------------------------------------------- slots of processes */
+/* -------------------------------------------------------------------------------------------------- slots of
+ * processes */
 
-static int claim_one(srl_arena *a, srl_live *live, unsigned p)
-{
+static int claim_one(srl_arena *a, srl_live *live, unsigned p) {
     if (srl_live_try(live->fd, 256 + p, 1) != 1)
         return 0;
     int mine = srl_live_try(live->fd, p, 1) == 1;
     if (mine) {
         a->self = p;
         if (srl_load_sc(&a->processes[p].used))
-            srl_sweep(a, p); /* a dirty slot is swept before it is used, or its new tenant inherits dead bits */
+            srl_sweep(a,
+                      p); /* a dirty slot is swept before it is used, or its new tenant inherits dead bits */
         srl_store_sc(&a->processes[p].used, 1);
     }
     srl_live_let_go(live->fd, 256 + p);
     return mine;
 }
 
-int srl_claim(srl_arena *a, srl_live *live)
-{
+int srl_claim(srl_arena *a, srl_live *live) {
     a->is_dead = srl_live_is_dead;
     a->ctx = live;
     for (unsigned p = 0; p < a->h->max_processes; p++)
@@ -94,8 +95,7 @@ int srl_claim(srl_arena *a, srl_live *live)
     return -EUSERS;
 }
 
-static int sweep_if_dead(srl_arena *a, srl_live *live, unsigned p)
-{
+static int sweep_if_dead(srl_arena *a, srl_live *live, unsigned p) {
     if (srl_live_taken(live->fd, p, 1) != 0 || srl_live_try(live->fd, 256 + p, 1) != 1)
         return 0;
     int dead = srl_live_taken(live->fd, p, 1) == 0 && srl_load_sc(&a->processes[p].used);
@@ -105,18 +105,18 @@ static int sweep_if_dead(srl_arena *a, srl_live *live, unsigned p)
     return dead;
 }
 
-int srl_sweep_dead(srl_arena *a, srl_live *live)
-{
+int srl_sweep_dead(srl_arena *a, srl_live *live) {
     int n = 0;
+    pthread_mutex_lock(&live->sweeping);
     for (unsigned p = 0; p < a->h->max_processes; p++)
         if (p != a->self && srl_load_sc(&a->processes[p].used))
             n += sweep_if_dead(a, live, p);
     srl_expire_orphans(a);
+    pthread_mutex_unlock(&live->sweeping);
     return n;
 }
 
-int srl_others_alive(const srl_arena *a, srl_live *live)
-{
+int srl_others_alive(const srl_arena *a, srl_live *live) {
     for (unsigned p = 0; p < a->h->max_processes; p++)
         if (p != a->self && srl_live_taken(live->fd, p, 1) != 0)
             return 1;

@@ -1,8 +1,8 @@
 /* The allocator's lock (with takeover from the dead) and the queue for space.
  *
- * Runs in every process that reserves or frees. lock = {seq, owner, waiters}: every acquisition bumps seq, so a takeover CAS
- * prepared against a dead owner cannot hit a later tenant of the same process slot. Only the dead are robbed: a stopped
- * holder keeps the lock, and its waiters name it at their deadline.
+ * Runs in every process that reserves or frees. lock = {seq, owner, waiters}: every acquisition bumps seq, so
+ * a takeover CAS prepared against a dead owner cannot hit a later tenant of the same process slot. Only the
+ * dead are robbed: a stopped holder keeps the lock, and its waiters name it at their deadline.
  */
 #include "arena_core.h"
 #include "arena_atomics.h"
@@ -12,32 +12,34 @@
 #include <time.h>
 #include <unistd.h>
 
-#define WAITERS UINT64_C(1)
-#define OWNER(w) ((unsigned)((w) >> 16 & 0xffff))
+#define WAITERS             UINT64_C(1)
+#define OWNER(w)            ((unsigned)((w) >> 16 & 0xffff))
 #define HELD(seq, p, flags) ((uint64_t)(uint32_t)(seq) << 32 | (uint64_t)((p) + 1) << 16 | (flags))
-#define TICK_MIN_NS 1000000u
-#define TICK_MAX_NS 8000000u
-#define STALE_TICKET_NS 200000000u
+#define TICK_MIN_NS         1000000u
+#define TICK_MAX_NS         8000000u
+#define STALE_TICKET_NS     200000000u
 
-static uint32_t *low_half(uint64_t *word) { return (uint32_t *)word; } /* little endian, as x86-64 and aarch64 Linux are */
+static uint32_t *low_half(uint64_t *word) {
+    return (uint32_t *)word;
+} /* little endian, as x86-64 and aarch64 Linux are */
 
-static void futex_wait(uint32_t *word, uint32_t seen, uint64_t timeout_ns)
-{
-    struct timespec t = {.tv_sec = (time_t)(timeout_ns / 1000000000u), .tv_nsec = (long)(timeout_ns % 1000000000u)};
+static void futex_wait(uint32_t *word, uint32_t seen, uint64_t timeout_ns) {
+    struct timespec t = {.tv_sec = (time_t)(timeout_ns / 1000000000u),
+                         .tv_nsec = (long)(timeout_ns % 1000000000u)};
     syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, NULL, 0);
 }
 
-static void futex_wake(uint32_t *word, int how_many) { syscall(SYS_futex, word, FUTEX_WAKE, how_many, NULL, NULL, 0); }
+static void futex_wake(uint32_t *word, int how_many) {
+    syscall(SYS_futex, word, FUTEX_WAKE, how_many, NULL, NULL, 0);
+}
 
-unsigned srl_lock_owner(const srl_arena *a)
-{
+unsigned srl_lock_owner(const srl_arena *a) {
     unsigned owner = OWNER(srl_load_sc(&a->h->lock));
     return owner ? owner - 1 : SRL_NONE;
 }
 
 /* 1: the lock is ours (rebuilt if its owner had died); 0: a live process has it; < 0: error. */
-static int try_once(srl_arena *a, uint64_t flags, bool probe)
-{
+static int try_once(srl_arena *a, uint64_t flags, bool probe) {
     srl_header *h = a->h;
     uint64_t w = srl_load_sc(&h->lock);
     uint64_t seq = (w >> 32) + 1;
@@ -56,8 +58,7 @@ static int try_once(srl_arena *a, uint64_t flags, bool probe)
     return 1;
 }
 
-static int wait_for_it(srl_arena *a, uint64_t deadline_ns)
-{
+static int wait_for_it(srl_arena *a, uint64_t deadline_ns) {
     uint64_t tick = TICK_MIN_NS;
     for (;;) {
         int rc = try_once(a, WAITERS, true);
@@ -76,8 +77,7 @@ static int wait_for_it(srl_arena *a, uint64_t deadline_ns)
     }
 }
 
-static int private_lock(srl_arena *a, uint64_t deadline_ns)
-{
+static int private_lock(srl_arena *a, uint64_t deadline_ns) {
     if (pthread_mutex_trylock(&a->mutex) == 0)
         return 0;
     if (!deadline_ns)
@@ -88,8 +88,7 @@ static int private_lock(srl_arena *a, uint64_t deadline_ns)
     return pthread_mutex_timedlock(&a->mutex, &t) ? -ETIMEDOUT : 0;
 }
 
-static int shared_lock(srl_arena *a, uint64_t deadline_ns)
-{
+static int shared_lock(srl_arena *a, uint64_t deadline_ns) {
     for (int spin = 0; spin < 64; spin++) {
         int rc = try_once(a, 0, false);
         if (rc)
@@ -98,8 +97,7 @@ static int shared_lock(srl_arena *a, uint64_t deadline_ns)
     return deadline_ns ? wait_for_it(a, deadline_ns) : -EAGAIN;
 }
 
-int srl_lock(srl_arena *a, uint64_t deadline_ns)
-{
+int srl_lock(srl_arena *a, uint64_t deadline_ns) {
     int rc = private_lock(a, deadline_ns);
     if (rc)
         return rc;
@@ -109,8 +107,7 @@ int srl_lock(srl_arena *a, uint64_t deadline_ns)
     return rc < 0 ? rc : 0;
 }
 
-static void release(srl_arena *a)
-{
+static void release(srl_arena *a) {
     srl_header *h = a->h;
     bool wake = a->freed;
     a->freed = false;
@@ -124,40 +121,37 @@ static void release(srl_arena *a)
         srl_space_wake(a);
 }
 
-/* A release that found the lock taken left its block pending after we drained: look once more after letting go. */
-void srl_unlock(srl_arena *a)
-{
+/* A release that found the lock taken left its block pending after we drained: look once more after letting
+ * go. */
+void srl_unlock(srl_arena *a) {
     release(a);
     srl_drain_if_free(a);
 }
 
-void srl_drain_if_free(srl_arena *a)
-{
+void srl_drain_if_free(srl_arena *a) {
     while (srl_load_sc(&a->h->pending_hint) && srl_lock(a, 0) == 0) {
         srl_drain(a);
         release(a);
     }
 }
 
-void srl_queue_enter(srl_arena *a)
-{
+void srl_queue_enter(srl_arena *a) {
     srl_process *me = a->processes + a->self;
     srl_add_sc(&a->h->waits, 1);
-    srl_add32_sc(&a->h->space_waiters, 1); /* before the ticket, and after it in leave: a kill can only leave it too high */
+    srl_add32_sc(&a->h->space_waiters,
+                 1); /* before the ticket, and after it in leave: a kill can only leave it too high */
     srl_store_relaxed(&me->stamp_ns, srl_now_ns(CLOCK_MONOTONIC));
     srl_store_sc(&me->ticket, srl_add_sc(&a->h->next_ticket, 1));
 }
 
-void srl_queue_leave(srl_arena *a)
-{
+void srl_queue_leave(srl_arena *a) {
     srl_store_sc(&a->processes[a->self].ticket, 0);
     srl_add32_sc(&a->h->space_waiters, UINT32_MAX);
     srl_space_wake(a); /* the next in line looks now instead of at its tick */
 }
 
 /* Nobody who waits has an older ticket. A waiter that stopped looking (dead, or SIGSTOP) is passed by. */
-bool srl_queue_first(const srl_arena *a)
-{
+bool srl_queue_first(const srl_arena *a) {
     uint64_t mine = srl_load_sc(&a->processes[a->self].ticket);
     uint64_t now = 0;
     for (unsigned p = 0; p < a->h->max_processes; p++) {
@@ -172,14 +166,12 @@ bool srl_queue_first(const srl_arena *a)
     return true;
 }
 
-void srl_space_wait(srl_arena *a, uint32_t seen, uint64_t timeout_ns)
-{
+void srl_space_wait(srl_arena *a, uint32_t seen, uint64_t timeout_ns) {
     futex_wait(&a->h->space_seq, seen, timeout_ns);
     srl_store_relaxed(&a->processes[a->self].stamp_ns, srl_now_ns(CLOCK_MONOTONIC));
 }
 
-void srl_space_wake(srl_arena *a)
-{
+void srl_space_wake(srl_arena *a) {
     if (!srl_load32_sc(&a->h->space_waiters))
         return;
     srl_add32_sc(&a->h->space_seq, 1);

@@ -7,26 +7,31 @@
 
 #define ALIGN(n, to) (((n) + (to) - 1) / (to) * (to))
 
-static uint64_t pages_of(uint64_t capacity) { return capacity / SRL_PAGE; }
-static uint64_t processes_off(void) { return 4096; }
-static uint64_t pending_off(void) { return processes_off() + SRL_MAX_PROCESSES * sizeof(srl_process); }
-static uint64_t pages_off(uint32_t max_blocks) { return pending_off() + ALIGN(max_blocks / 8, 4096); }
+static uint64_t pages_of(uint64_t capacity) {
+    return capacity / SRL_PAGE;
+}
+static uint64_t processes_off(void) {
+    return 4096;
+}
+static uint64_t pending_off(void) {
+    return processes_off() + SRL_MAX_PROCESSES * sizeof(srl_process);
+}
+static uint64_t pages_off(uint32_t max_blocks) {
+    return pending_off() + ALIGN(max_blocks / 8, 4096);
+}
 
-static uint64_t blocks_off(uint64_t capacity, uint32_t max_blocks)
-{
+static uint64_t blocks_off(uint64_t capacity, uint32_t max_blocks) {
     return pages_off(max_blocks) + ALIGN(pages_of(capacity) * sizeof(srl_page), 65536);
 }
 
-uint64_t srl_now_ns(int clock)
-{
+uint64_t srl_now_ns(int clock) {
     struct timespec t;
     clock_gettime(clock, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
 /* The smallest cell is 256 bytes, so this many descriptors are enough for any mix but empty payloads. */
-uint32_t srl_max_blocks(uint64_t capacity)
-{
+uint32_t srl_max_blocks(uint64_t capacity) {
     uint64_t n = capacity / 256;
     if (n < 4096)
         n = 4096;
@@ -35,15 +40,15 @@ uint32_t srl_max_blocks(uint64_t capacity)
     return (uint32_t)ALIGN(n, 4096);
 }
 
-uint64_t srl_ctl_size(uint64_t capacity, uint32_t max_blocks)
-{
+uint64_t srl_ctl_size(uint64_t capacity, uint32_t max_blocks) {
     return blocks_off(capacity, max_blocks) + (uint64_t)max_blocks * sizeof(srl_block);
 }
 
-uint64_t srl_ctl_fixed_size(uint32_t max_blocks) { return pages_off(max_blocks); }
+uint64_t srl_ctl_fixed_size(uint32_t max_blocks) {
+    return pages_off(max_blocks);
+}
 
-void srl_format(void *ctl, uint64_t capacity, const srl_header *given)
-{
+void srl_format(void *ctl, uint64_t capacity, const srl_header *given) {
     srl_header *h = ctl;
     *h = *given;
     h->magic = 0;
@@ -64,8 +69,7 @@ void srl_format(void *ctl, uint64_t capacity, const srl_header *given)
     srl_store_release(&h->magic, SRL_MAGIC);
 }
 
-int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size)
-{
+int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size) {
     srl_header *h = ctl;
     if (ctl_size < pending_off())
         return -EUCLEAN;

@@ -1,7 +1,7 @@
 /* Recovery from dead processes, and the walks over all blocks: statistics and the consistency check.
  *
- * A sweep runs in whichever process noticed the death, holding byte 256 + process of the `live` file; it is idempotent, so
- * a sweeper that dies is simply followed. A clean close is the same sweep of oneself.
+ * A sweep runs in whichever process noticed the death, holding byte 256 + process of the `live` file; it is
+ * idempotent, so a sweeper that dies is simply followed. A clean close is the same sweep of oneself.
  */
 #include "arena_core.h"
 #include "arena_atomics.h"
@@ -9,15 +9,14 @@
 #include <stdio.h>
 #include <time.h>
 
-static void orphan(srl_block *b, uint64_t w)
-{
+static void orphan(srl_block *b, uint64_t w) {
     srl_store_relaxed(&b->orphan_ns, srl_now_ns(CLOCK_BOOTTIME));
     srl_cas_sc(&b->word, w, w | (uint64_t)SRL_ORPHAN << 16);
 }
 
-/* One step of a dead process's block towards where it would be had the process finished; true when nothing is left to do. */
-static bool settle(srl_arena *a, uint32_t slot, uint32_t p)
-{
+/* One step of a dead process's block towards where it would be had the process finished; true when nothing is
+ * left to do. */
+static bool settle(srl_arena *a, uint32_t slot, uint32_t p) {
     srl_block *b = srl_at(a, slot);
     uint64_t w = srl_load_sc(&b->word);
     unsigned flags = SRL_FLAGS(w);
@@ -46,8 +45,7 @@ static bool settle(srl_arena *a, uint32_t slot, uint32_t p)
     }
 }
 
-void srl_sweep(srl_arena *a, uint32_t p)
-{
+void srl_sweep(srl_arena *a, uint32_t p) {
     srl_process *dead = a->processes + p;
     if (srl_load_sc(&dead->ticket)) {
         srl_store_sc(&dead->ticket, 0);
@@ -68,14 +66,14 @@ void srl_sweep(srl_arena *a, uint32_t p)
 }
 
 /* Orphans older than the arena's ttl are retired; 0 = they live until discarded. -> how many */
-int64_t srl_expire_orphans(srl_arena *a)
-{
+int64_t srl_expire_orphans(srl_arena *a) {
     uint64_t ttl = a->h->orphan_ttl_ns, now = srl_now_ns(CLOCK_BOOTTIME);
     int64_t n = 0;
     for (uint64_t i = 0; ttl && i < srl_load_relaxed(&a->h->table_used); i++) {
         srl_block *b = srl_at(a, (uint32_t)i);
         uint64_t w = srl_load_sc(&b->word);
-        if (SRL_STATE(w) != SRL_READY || !(SRL_FLAGS(w) & SRL_ORPHAN) || srl_load_relaxed(&b->orphan_ns) + ttl > now)
+        if (SRL_STATE(w) != SRL_READY || !(SRL_FLAGS(w) & SRL_ORPHAN) ||
+            srl_load_relaxed(&b->orphan_ns) + ttl > now)
             continue;
         if (srl_cas_sc(&b->word, w, SRL_WITH_STATE(w, SRL_RETIRED))) {
             srl_finish(a, b);
@@ -85,8 +83,7 @@ int64_t srl_expire_orphans(srl_arena *a)
     return n;
 }
 
-void srl_get_stats(const srl_arena *a, srl_stats *out)
-{
+void srl_get_stats(const srl_arena *a, srl_stats *out) {
     const srl_header *h = a->h;
     *out = (srl_stats){.capacity_bytes = h->capacity};
     out->committed_bytes = srl_load_relaxed(&h->committed_pages) * SRL_PAGE;
@@ -110,25 +107,25 @@ void srl_get_stats(const srl_arena *a, srl_stats *out)
     out->created = out->freed + out->blocks;
 }
 
-/* ------------------------------------------------------------------------------------------------------------ fsck */
+/* ------------------------------------------------------------------------------------------------------------
+ * fsck */
 
 typedef struct {
     char *text;
     unsigned room, found;
 } report;
 
-#define FAULT(r, ...) \
-    do { \
-        int n_ = snprintf((r)->text, (r)->room, __VA_ARGS__); \
-        if (n_ > 0 && (unsigned)n_ < (r)->room) { \
-            (r)->text += n_; \
-            (r)->room -= (unsigned)n_; \
-        } \
-        (r)->found++; \
+#define FAULT(r, ...)                                                                                        \
+    do {                                                                                                     \
+        int n_ = snprintf((r)->text, (r)->room, __VA_ARGS__);                                                \
+        if (n_ > 0 && (unsigned)n_ < (r)->room) {                                                            \
+            (r)->text += n_;                                                                                 \
+            (r)->room -= (unsigned)n_;                                                                       \
+        }                                                                                                    \
+        (r)->found++;                                                                                        \
     } while (0)
 
-static void check_block(const srl_arena *a, uint32_t i, uint64_t w, report *r)
-{
+static void check_block(const srl_arena *a, uint32_t i, uint64_t w, report *r) {
     const srl_block *b = a->blocks + i;
     uint64_t end = a->h->committed_pages * SRL_PAGE;
     unsigned state = SRL_STATE(w), owner = SRL_OWNER(w);
@@ -137,12 +134,14 @@ static void check_block(const srl_arena *a, uint32_t i, uint64_t w, report *r)
     if (b->span > end || b->offset > end - b->span)
         FAULT(r, "block %u: span %lu + %lu passes the committed %lu bytes\n", i, b->offset, b->span, end);
     if (b->nbytes + b->tail_nbytes > b->span)
-        FAULT(r, "block %u: %lu bytes and a tail of %u in a span of %lu\n", i, b->nbytes, b->tail_nbytes, b->span);
+        FAULT(r, "block %u: %lu bytes and a tail of %u in a span of %lu\n", i, b->nbytes, b->tail_nbytes,
+              b->span);
     if (owner >= a->h->max_processes)
         FAULT(r, "block %u: owner %u of %u processes\n", i, owner, a->h->max_processes);
     else if (state == SRL_WRITING && !a->processes[owner].used)
         FAULT(r, "block %u: being written by process %u, which is not attached\n", i, owner);
-    if (state == SRL_READY && !(SRL_FLAGS(w) & SRL_ORPHAN) && owner < a->h->max_processes && !a->processes[owner].used)
+    if (state == SRL_READY && !(SRL_FLAGS(w) & SRL_ORPHAN) && owner < a->h->max_processes &&
+        !a->processes[owner].used)
         FAULT(r, "block %u: owned by process %u, which is not attached, and no orphan\n", i, owner);
     uint64_t any = 0;
     for (unsigned p = 0; p < a->h->max_processes; p++) {
@@ -155,8 +154,7 @@ static void check_block(const srl_arena *a, uint32_t i, uint64_t w, report *r)
         FAULT(r, "block %u: retired, held by nobody, and not freed\n", i);
 }
 
-static uint64_t free_page_bytes(const srl_arena *a, report *r)
-{
+static uint64_t free_page_bytes(const srl_arena *a, report *r) {
     uint64_t total = 0, guard = a->h->committed_pages + 1;
     for (unsigned bin = 0; bin < SRL_BINS; bin++)
         for (uint32_t p = a->h->bins[bin]; p != SRL_NONE; p = a->pages[p].next) {
@@ -170,8 +168,7 @@ static uint64_t free_page_bytes(const srl_arena *a, report *r)
 }
 
 /* Bytes in pages cut into cells, and how many of those bytes blocks own, from the page records. */
-static void cell_page_bytes(const srl_arena *a, uint64_t *pages, uint64_t *free_cells)
-{
+static void cell_page_bytes(const srl_arena *a, uint64_t *pages, uint64_t *free_cells) {
     *pages = *free_cells = 0;
     for (uint64_t p = 0; p < a->h->committed_pages;) {
         const srl_page *g = a->pages + p;
@@ -185,8 +182,7 @@ static void cell_page_bytes(const srl_arena *a, uint64_t *pages, uint64_t *free_
 }
 
 /* Under the lock. Every fault found, one line each, into `out`; -> how many. */
-int srl_fsck(srl_arena *a, char *out, unsigned out_len)
-{
+int srl_fsck(srl_arena *a, char *out, unsigned out_len) {
     report r = {out, out_len, 0};
     uint64_t used = 0, cells, free_cells;
     if (out_len)
@@ -203,6 +199,7 @@ int srl_fsck(srl_arena *a, char *out, unsigned out_len)
     if (used != a->h->used_bytes)
         FAULT(&r, "blocks own %lu bytes, the allocator counts %lu\n", used, a->h->used_bytes);
     if (used + free_pages + free_cells != committed)
-        FAULT(&r, "used %lu + free pages %lu + free cells %lu != committed %lu\n", used, free_pages, free_cells, committed);
+        FAULT(&r, "used %lu + free pages %lu + free cells %lu != committed %lu\n", used, free_pages,
+              free_cells, committed);
     return (int)r.found;
 }

@@ -1,28 +1,32 @@
-/* crc32c (Castagnoli): in hardware on x86-64 (SSE4.2) and ARMv8, by table elsewhere. Check value of "123456789": 0xe3069283.
+/* crc32c (Castagnoli): in hardware on x86-64 (SSE4.2) and ARMv8, by table elsewhere. Check value of
+ * "123456789": 0xe3069283.
  *
- * Blocks are independent, so three of them go through the unit side by side: its latency is three times its throughput,
- * and no combining step is needed.
+ * Blocks are independent, so three of them go through the unit side by side: its latency is three times its
+ * throughput, and no combining step is needed.
  */
 #include "arena_core.h"
 #include <string.h>
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
-#define HARDWARE __attribute__((target("sse4.2")))
-#define CRC8(crc, byte) _mm_crc32_u8((uint32_t)(crc), byte)
+#define HARDWARE         __attribute__((target("sse4.2")))
+#define CRC8(crc, byte)  _mm_crc32_u8((uint32_t)(crc), byte)
 #define CRC64(crc, word) _mm_crc32_u64(crc, word)
-static bool have_hardware(void) { return __builtin_cpu_supports("sse4.2"); }
+static bool have_hardware(void) {
+    return __builtin_cpu_supports("sse4.2");
+}
 #elif defined(__aarch64__)
 #include <arm_acle.h>
 #include <sys/auxv.h>
-#define HARDWARE __attribute__((target("+crc")))
-#define CRC8(crc, byte) __crc32cb((uint32_t)(crc), byte)
+#define HARDWARE         __attribute__((target("+crc")))
+#define CRC8(crc, byte)  __crc32cb((uint32_t)(crc), byte)
 #define CRC64(crc, word) __crc32cd((uint32_t)(crc), word)
-static bool have_hardware(void) { return getauxval(AT_HWCAP) & (1 << 7); } /* HWCAP_CRC32 */
+static bool have_hardware(void) {
+    return getauxval(AT_HWCAP) & (1 << 7);
+} /* HWCAP_CRC32 */
 #endif
 
-static uint32_t crc_table(uint32_t crc, const uint8_t *p, size_t n)
-{
+static uint32_t crc_table(uint32_t crc, const uint8_t *p, size_t n) {
     static uint32_t table[256];
     static int ready;
     if (!__atomic_load_n(&ready, __ATOMIC_ACQUIRE)) {
@@ -30,7 +34,8 @@ static uint32_t crc_table(uint32_t crc, const uint8_t *p, size_t n)
             uint32_t c = i;
             for (int bit = 0; bit < 8; bit++)
                 c = c & 1 ? c >> 1 ^ 0x82f63b78u : c >> 1;
-            __atomic_store_n(table + i, c, __ATOMIC_RELAXED); /* two threads may both do it: the same values */
+            __atomic_store_n(table + i, c,
+                             __ATOMIC_RELAXED); /* two threads may both do it: the same values */
         }
         __atomic_store_n(&ready, 1, __ATOMIC_RELEASE);
     }
@@ -40,15 +45,13 @@ static uint32_t crc_table(uint32_t crc, const uint8_t *p, size_t n)
 }
 
 #ifdef HARDWARE
-static inline uint64_t word_at(const uint8_t *p)
-{
+static inline uint64_t word_at(const uint8_t *p) {
     uint64_t w;
     memcpy(&w, p, 8);
     return w;
 }
 
-HARDWARE static uint32_t crc_hardware(uint32_t crc, const uint8_t *p, size_t n)
-{
+HARDWARE static uint32_t crc_hardware(uint32_t crc, const uint8_t *p, size_t n) {
     uint64_t c = crc;
     for (; n >= 8; n -= 8, p += 8)
         c = CRC64(c, word_at(p));
@@ -57,8 +60,7 @@ HARDWARE static uint32_t crc_hardware(uint32_t crc, const uint8_t *p, size_t n)
     return (uint32_t)c;
 }
 
-HARDWARE static void crc_three(const uint8_t *p, size_t block, uint32_t *out)
-{
+HARDWARE static void crc_three(const uint8_t *p, size_t block, uint32_t *out) {
     uint64_t a = UINT32_MAX, b = UINT32_MAX, c = UINT32_MAX;
     const uint8_t *q = p + block, *r = q + block;
     size_t n = block;
@@ -78,8 +80,7 @@ HARDWARE static void crc_three(const uint8_t *p, size_t block, uint32_t *out)
 }
 #endif
 
-uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes)
-{
+uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes) {
 #ifdef HARDWARE
     if (have_hardware())
         return ~crc_hardware(~crc, bytes, nbytes);
@@ -87,8 +88,7 @@ uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes)
     return ~crc_table(~crc, bytes, nbytes);
 }
 
-void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out)
-{
+void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out) {
     const uint8_t *p = bytes;
 #ifdef HARDWARE
     for (; have_hardware() && nbytes >= 3 * block; nbytes -= 3 * block, p += 3 * block, out += 3)

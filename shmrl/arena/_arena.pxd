@@ -1,4 +1,4 @@
-# What the binding sees of csrc/: the structs and functions of arena_core.h and arena_live.h. Cython reads it with _arena.pyx.
+# What the binding sees of csrc/: structs and functions of arena_core.h and arena_live.h. Read with _arena.pyx.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 
@@ -84,6 +84,7 @@ cdef extern from "arena_live.h" nogil:
     void srl_crc_blocks(const void *data, size_t nbytes, size_t block, uint32_t *out)
     int srl_live_try(int fd, unsigned byte, unsigned nbytes)
     int srl_live_taken(int fd, unsigned byte, unsigned nbytes)
+    void srl_live_init(srl_live *live, int fd)
     void srl_live_watch_forks(srl_live *live)
     void srl_live_unwatch(srl_live *live)
     int srl_claim(srl_arena *a, srl_live *live)

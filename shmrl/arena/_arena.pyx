@@ -1,8 +1,9 @@
 """The binding: views, blocks and the hot half of `Arena`, over the C core. Runs in every attached process.
 
-Two rules of lifecycle. A `View` or an open `Block` keeps its `Core` mapped: `close()` forbids new work at once and unmaps
-with the last of them. And everything that touches the private hold counts runs under the interpreter's lock; only copies,
-checksums, waits and sweeps release it. Cold paths (files, growth, messages) are in arena.py, which subclasses `Core`.
+Two rules of lifecycle. A `View` or an open `Block` keeps its `Core` mapped: `close()` forbids new work at once and
+unmaps with the last of them. And everything that touches the private hold counts runs under the interpreter's lock;
+only copies, checksums, waits and sweeps release it. Cold paths (files, growth, messages) are in arena.py, which
+subclasses `Core`.
 """
 
 cimport cython
@@ -11,8 +12,8 @@ from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EAGAIN, EBUSY, ENOSPC, EPERM, ESTALE, ETIMEDOUT
 from libc.string cimport memcpy, memset
-from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
-from posix.mman cimport mmap, munmap
+from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED
+from posix.mman cimport PROT_READ, PROT_WRITE, mmap, munmap
 from posix.time cimport CLOCK_MONOTONIC
 from posix.unistd cimport close as close_fd, getpid
 
@@ -88,7 +89,7 @@ cdef uint64_t column_tail(uint64_t nbytes):
 
 @cython.no_gc_clear
 cdef class View:
-    """Read-only flat bytes of one block, or of one field's rows; the mapping itself. `np.frombuffer(view)` copies nothing.
+    """Read-only flat bytes of one block, or of one field's rows: the mapping itself; `np.frombuffer` copies nothing.
 
     Dropping it releases it. `release()` does so at once, or raises ViewsAlive while arrays made from it live; leaving a
     `with` block then defers to the last of them. Cannot be pickled: send `handle` instead.
@@ -200,8 +201,8 @@ cdef class Block:
     def seal(self, checksum=True, columns=None):
         """Publishes the block -> Handle. `columns`: (field, offset, row_nbytes, rows) of each, in bytes of the payload.
 
-        checksum=False is O(1) and marks the block as unchecked. Errors: AlreadyFreed if its tag was discarded meanwhile,
-        ValueError for columns that overlap or leave the payload, or a second seal.
+        checksum=False is O(1) and marks the block as unchecked. Errors: AlreadyFreed if its tag was discarded
+        meanwhile, ValueError for columns that overlap or leave the payload, or a second seal.
         """
         if not self.open:
             raise ValueError("the block was sealed or freed already")
@@ -260,7 +261,8 @@ cdef class Block:
         if self.open:
             self.open = False
             self._free()
-            warnings.warn(f"a reserved block of {self.n} bytes, tag {self.tag!r}, was dropped unsealed", ResourceWarning, 1)
+            warnings.warn(f"a reserved block of {self.n} bytes, tag {self.tag!r}, was dropped unsealed",
+                          ResourceWarning)
 
 
 cdef class Core:
@@ -281,20 +283,22 @@ cdef class Core:
 
     def _attach(self, int live_fd, int ctl_fd, int data_fd, uint64_t ctl_nbytes, bytes name, reader):
         """Maps ctl and data, claims a process slot. Owns the descriptors from here on, also when it raises."""
-        self.live.fd, self.ctl_fd, self.data_fd, self.ctl_nbytes = live_fd, ctl_fd, data_fd, ctl_nbytes
+        self.ctl_fd, self.data_fd, self.ctl_nbytes = ctl_fd, data_fd, ctl_nbytes
+        srl_live_init(&self.live, live_fd)
         self.ctl = <uint8_t *> mmap(NULL, ctl_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, ctl_fd, 0)
         if self.ctl == <uint8_t *> MAP_FAILED:
             self.ctl = NULL
             raise ArenaError(f"cannot map {ctl_nbytes} bytes of control words (RLIMIT_AS?)")
         check(srl_open(&self.a, self.ctl, ctl_nbytes), "attach:")
         self.holds_nbytes = self.a.h.max_blocks * sizeof(srl_hold)
-        self.a.holds = <srl_hold *> mmap(NULL, self.holds_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        self.a.holds = <srl_hold *> mmap(
+            NULL, self.holds_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
         self.data_nbytes = self.a.h.capacity
         self.data = <uint8_t *> mmap(NULL, self.data_nbytes, PROT_READ, MAP_SHARED, data_fd, 0)
         if self.data == <uint8_t *> MAP_FAILED or self.a.holds == <srl_hold *> MAP_FAILED:
             self.data = NULL
             raise ArenaError(f"cannot map {self.data_nbytes} bytes of data (RLIMIT_AS?)")
-        for attempt in range(50):  # a slot that is being swept or claimed right now may be free in a moment
+        for _attempt in range(50):  # a slot that is being swept or claimed right now may be free in a moment
             rc = srl_claim(&self.a, &self.live)
             if rc != -EUSERS:
                 break
@@ -387,7 +391,7 @@ cdef class Core:
     def __dealloc__(self):
         if self.attached and not self.shut and not self.live.detached:
             self._tear_down()
-            warnings.warn("an attached arena was dropped without close()", ResourceWarning, 1)
+            warnings.warn("an attached arena was dropped without close()", ResourceWarning)
         else:
             self._tear_down()
 
@@ -448,12 +452,12 @@ cdef class Core:
         cdef int rc = srl_reserve(&self.a, &r, 0)
         if rc:
             self._reserve_slowly(&r, timeout_s, on_full == "block")
-        if self.a.h.committed_pages < self.a.h.max_pages:
-            self._look_ahead(self.a.h.committed_pages * SRL_PAGE - self.a.h.used_bytes)
         cdef Block block = Block.__new__(Block)
         block.core, block.slot, block.generation, block.nonce = self, r.slot, r.generation, r.nonce
         block.offset, block.n, block.room, block.open, block.tag = r.offset, r.nbytes, r.room, True, tag
         self.users += 1
+        if self.a.h.committed_pages < self.a.h.max_pages:
+            self._look_ahead(self.a.h.committed_pages * SRL_PAGE - self.a.h.used_bytes)
         return block
 
     cdef int _reserve_slowly(self, srl_request *r, object timeout_s, bint block) except -1:
@@ -511,7 +515,7 @@ cdef class Core:
         raise PeerStalled((<bytes> p.name).decode(errors="replace"), p.pid, held_s)
 
     def put(self, data, tag="", on_full="block", timeout_s=30.0, hot=False, checksum=True):
-        """Copies any C-contiguous buffer or array in -> Handle. Takes reserve()'s arguments; shape and dtype are not kept.
+        """Copies any C-contiguous buffer or array in -> Handle. reserve()'s arguments; shape and dtype are not kept.
 
         Copies of 256 KiB and more bypass the caches unless `hot` says that the reader is next.
         """
@@ -566,10 +570,11 @@ cdef class Core:
     # -------------------------------------------------------------------------------------------------------- reading
 
     def get(self, handle, verify=False, field=None, rows=None):
-        """The block's payload, or the rows [a, b) of one of its columns -> View, uint8 [nbytes], read-only, zero-copy.
+        """The block's payload, or rows [a, b) of one of its columns -> View, uint8 [nbytes], read-only, zero-copy.
 
-        verify=True compares the crc32c of what the view covers (whole row blocks) first. Errors: StaleHandle, NotSealed,
-        ForeignArena, ChecksumError, KeyError (no such field), ValueError (rows without field, or out of range).
+        verify=True compares the crc32c of what the view covers (whole row blocks) first. Errors: StaleHandle,
+        NotSealed, ForeignArena, ChecksumError, KeyError (no such field), ValueError (rows without field, or out of
+        range).
         """
         cdef Parts p
         self._parts(handle, &p)
@@ -581,7 +586,7 @@ cdef class Core:
         view.core, view.handle, view.slot, view.held = self, handle, p.slot, True
         cdef srl_block *b = self.a.blocks + p.slot
         if b.span > self.data_nbytes or b.offset > self.data_nbytes - b.span or b.nbytes + b.tail_nbytes > b.span:
-            raise ArenaCorrupt(f"{handle!r}: {b.nbytes} bytes in a span of {b.span} at {b.offset} of {self.data_nbytes}")
+            raise ArenaCorrupt(f"{handle!r}: {b.nbytes} bytes in {b.span} at {b.offset} of {self.data_nbytes}")
         view.at, view.n = self.data + b.offset, <Py_ssize_t> b.nbytes
         if verify or field is not None or rows is not None:
             self._narrow(view, verify, field, rows)
@@ -594,7 +599,7 @@ cdef class Core:
     # ------------------------------------------------------------------------------------------------------ ownership
 
     def adopt(self, handles):
-        """Makes this process the owner of sealed blocks (orphans too). StaleHandle for the first that is gone; the others are adopted."""
+        """Makes this process the owner of sealed blocks (orphans too). All it can, then StaleHandle."""
         cdef Parts p
         cdef int rc
         bad = None
@@ -606,7 +611,7 @@ cdef class Core:
             check(bad[0], bad[1])
 
     def ship(self, handles, readers, step=None):
-        """Arms the done set of owned blocks: freed when `readers` distinct readers are done. Clears an earlier ship's set.
+        """Arms the done set of owned blocks, clearing an earlier one: freed when `readers` distinct readers are done.
 
         readers: 1 to 256. step: integer >= 0 for the statistics. Errors: NotOwner, StaleHandle.
         """
@@ -623,15 +628,15 @@ cdef class Core:
         A freed block is no error; one that was never shipped is a ValueError.
         """
         cdef Parts p
-        cdef uint32_t index = self.reader_index if reader is None else reader
-        if index > 255:
+        index = self.reader_index if reader is None else reader
+        if not 0 <= index <= 255:
             raise ValueError(f"reader={index}: 0 to 255")
         for handle in _listed(handles):
             self._parts(handle, &p)
             check(srl_done(&self.a, p.slot, p.generation, p.nonce, index), handle)
 
     def free(self, handles):
-        """Frees owned blocks -> how many. Frees all it can, then AlreadyFreed, NotOwner or NotSealed for the first it could not."""
+        """Frees owned blocks -> how many. All it can, then AlreadyFreed, NotOwner or NotSealed for the first left."""
         cdef Parts p
         cdef int rc
         bad, retired = None, 0
@@ -647,7 +652,10 @@ cdef class Core:
         check(bad[0], bad[1])
 
     def discard(self, tag_prefix):
-        """Retires every block under a tag prefix, by path component, whoever owns it; unsealed ones fail at seal() -> how many."""
+        """Retires every block under a tag prefix (path components), whoever owns it -> how many.
+
+        Unsealed ones are freed by their seal(), which raises AlreadyFreed; blocks reserved later are not covered.
+        """
         self._alive()
         cdef bytes raw = tag_prefix.strip("/").encode()
         if not raw:
@@ -702,8 +710,8 @@ cdef class Core:
         """Header words that change and that do not -> dict."""
         self._alive()
         cdef srl_header *h = self.a.h
-        return dict(capacity=h.capacity, boot=h.boot, committed_pages=h.committed_pages, max_pages=h.max_pages, max_blocks=h.max_blocks,
-                    table_committed=h.table_committed, table_step=h.table_step, process=self.a.self, processes=h.max_processes)
+        return dict(capacity=h.capacity, boot=h.boot, committed_pages=h.committed_pages, max_pages=h.max_pages,
+                    max_blocks=h.max_blocks, table_committed=h.table_committed, table_step=h.table_step)
 
     def _stats(self, exact):
         """The pinned counters. exact: under the allocator's lock."""
@@ -798,8 +806,8 @@ def ctl_nbytes(capacity):
     return srl_ctl_size(capacity, blocks), srl_ctl_fixed_size(blocks)
 
 
-def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t boot, uint32_t max_processes, uint32_t table_step,
-               uint64_t orphan_ttl_ns, bytes run_id):
+def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t boot, uint32_t max_processes,
+               uint32_t table_step, uint64_t orphan_ttl_ns, bytes run_id):
     """Writes the header of a new ctl file (any writable buffer of 4,096 bytes or more), its magic last."""
     cdef Py_buffer raw
     cdef srl_header given
@@ -814,7 +822,7 @@ def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t b
 
 
 def read_ctl(buffer):
-    """A mapped ctl, possibly of a dead arena -> (header dict, statistics dict, descriptors, processes), without a process slot.
+    """A mapped ctl, of a live or dead arena -> (header dict, counters, descriptors, processes); needs no process slot.
 
     ArenaCorrupt if it is no ctl of this version or contradicts itself.
     """
@@ -825,10 +833,10 @@ def read_ctl(buffer):
     try:
         check(srl_open(&a, raw.buf, raw.len), "inspect:")
         srl_get_stats(&a, &s)
-        head = dict(id=PyBytes_FromStringAndSize(<char *> a.h.id, 16).hex(), run_id=(<bytes> a.h.run_id).decode(errors="replace"),
-                    node=a.h.node, boot=a.h.boot, created_ns=a.h.created_ns, max_processes=a.h.max_processes)
-        return (head, counters(&s), PyBytes_FromStringAndSize(<char *> a.blocks, <Py_ssize_t> (a.h.table_used * 256)),
-                PyBytes_FromStringAndSize(<char *> a.processes, a.h.max_processes * 128))
+        head = dict(run_id=(<bytes> a.h.run_id).decode(errors="replace"), node=a.h.node, boot=a.h.boot,
+                    created_ns=a.h.created_ns, max_processes=a.h.max_processes)
+        blocks = PyBytes_FromStringAndSize(<char *> a.blocks, <Py_ssize_t> (a.h.table_used * 256))
+        return head, counters(&s), blocks, PyBytes_FromStringAndSize(<char *> a.processes, a.h.max_processes * 128)
     finally:
         PyBuffer_Release(&raw)
 

@@ -39,8 +39,8 @@ class Files:
 
     @property
     def directory(self) -> Path:
-        """What bounds its size and makes its node: the mount under the data file."""
-        return Path(self.key).parent if self.backing == "file" else SHM
+        """What bounds its size and makes its node: the mount under the data file (none under a memfd)."""
+        return {"file": Path(self.key).parent, "shm": SHM}.get(self.backing, Path("/"))
 
     def name(self, part: str) -> str:
         """posix_ipc name, file path, or memfd name of a part."""
@@ -118,6 +118,8 @@ def parse(address: str) -> Files:
 
 def listed() -> list[Files]:
     """Every named arena of this uid in /dev/shm, whole or not."""
+    if not SHM.is_dir():
+        return []
     prefix = f"shmrl-{os.geteuid()}-"
     names = {name.rsplit(".", 1)[0] for name in os.listdir(SHM) if name.startswith(prefix)}
     return [Files("shm", name[len(prefix) :]) for name in sorted(names)]

@@ -22,7 +22,7 @@ from shmrl.errors import ArenaCorrupt, ForeignArena
 class Snapshot:
     """An arena as it was at one moment, live or dead.
 
-    head: id, run_id, node, boot, created_ns, max_processes. stats: the counters of Arena.stats(). alive: indices of the
+    head: run_id, node, boot, created_ns, max_processes. stats: the counters of Arena.stats(). alive: indices of the
     processes whose lock byte is held; the others in `processes` are dead and not yet swept.
     """
 

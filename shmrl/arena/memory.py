@@ -99,8 +99,8 @@ def _reclaimable(group: Path) -> int:
         stat = dict(line.split()[:2] for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return 0
-    files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for prefix in ("total_",) for kind in ("inactive", "active"))
-    return files or int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+    prefix = "total_" if "total_inactive_file" in stat else ""  # v1 counts descendants under their own names
+    return int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0))
 
 
 def _number(path: Path) -> int | None:

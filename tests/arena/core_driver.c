@@ -1,7 +1,8 @@
-/* The C core alone, over malloc'd or anonymous shared memory: `threads` for ThreadSanitizer, `takeover` and `stopped` for the lock.
+/* The C core alone, over malloc'd or anonymous shared memory: `threads` for ThreadSanitizer, `takeover` and
+ * `stopped` for the lock.
  *
- * Built and run by test_core.py. Every "process" of the core is a thread, or a forked child that is killed. Prints "ok" or
- * what is wrong.
+ * Built and run by test_core.py. Every "process" of the core is a thread, or a forked child that is killed.
+ * Prints "ok" or what is wrong.
  */
 #include "arena_atomics.h"
 #include "arena_core.h"
@@ -17,20 +18,23 @@
 #include <unistd.h>
 
 #define CAPACITY (8u << 20)
-#define THREADS 4
-#define ROUNDS 30000
-#define BOARD 32
+#define THREADS  4
+#define ROUNDS   30000
+#define BOARD    32
 
 static uint8_t *ctl, *data;
 static uint64_t ctl_size;
 static uint64_t board[BOARD]; /* slot | generation << 32 of blocks that may exist */
 static int faults;
 
-static int nobody_dies(void *ctx, unsigned p) { return 0; }
-static int everybody_died(void *ctx, unsigned p) { return 1; }
+static int nobody_dies(void *ctx, unsigned p) {
+    return 0;
+}
+static int everybody_died(void *ctx, unsigned p) {
+    return 1;
+}
 
-static void attach(srl_arena *a, uint32_t self, srl_is_dead_fn is_dead)
-{
+static void attach(srl_arena *a, uint32_t self, srl_is_dead_fn is_dead) {
     if (srl_open(a, ctl, ctl_size))
         abort();
     a->self = self;
@@ -39,8 +43,7 @@ static void attach(srl_arena *a, uint32_t self, srl_is_dead_fn is_dead)
     srl_store_sc(&a->processes[self].used, 1);
 }
 
-static void make(void *(*memory)(size_t))
-{
+static void make(void *(*memory)(size_t)) {
     ctl_size = srl_ctl_size(CAPACITY, srl_max_blocks(CAPACITY));
     ctl = memory(ctl_size);
     data = memory(CAPACITY);
@@ -54,16 +57,16 @@ static void make(void *(*memory)(size_t))
     free(a.holds);
 }
 
-static void wrong(const char *what)
-{
+static void wrong(const char *what) {
     printf("%s\n", what);
     __atomic_fetch_add(&faults, 1, __ATOMIC_RELAXED);
 }
 
-static uint64_t rnd(uint64_t *state) { return *state = *state * 6364136223846793005u + 1442695040888963407u, *state >> 33; }
+static uint64_t rnd(uint64_t *state) {
+    return *state = *state * 6364136223846793005u + 1442695040888963407u, *state >> 33;
+}
 
-static void write_block(srl_arena *a, uint64_t *state)
-{
+static void write_block(srl_arena *a, uint64_t *state) {
     static const uint32_t sizes[] = {0, 40, 256, 1000, 5000, 33000, 65536, 200000};
     srl_request r = {.nbytes = sizes[rnd(state) % 8], .tag = "run/x", .tag_len = 5};
     if (srl_reserve(a, &r, srl_now_ns(CLOCK_MONOTONIC) + 1000000000u))
@@ -75,8 +78,7 @@ static void write_block(srl_arena *a, uint64_t *state)
         srl_store_sc(board + rnd(state) % BOARD, (uint64_t)r.generation << 32 | r.slot);
 }
 
-static void read_block(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
-{
+static void read_block(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
     if (srl_acquire(a, slot, gen, nonce))
         return;
     const srl_block *b = srl_at(a, slot);
@@ -89,8 +91,7 @@ static void read_block(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce
     srl_release(a, slot);
 }
 
-static void *worker(void *arg)
-{
+static void *worker(void *arg) {
     srl_arena a;
     uint64_t state = (uint64_t)(size_t)arg * 977 + 5;
     attach(&a, (uint32_t)(size_t)arg, nobody_dies);
@@ -123,8 +124,7 @@ static void *worker(void *arg)
     return NULL;
 }
 
-static void check_clean(uint64_t blocks)
-{
+static void check_clean(uint64_t blocks) {
     static char text[4096];
     srl_arena a;
     attach(&a, 200, nobody_dies);
@@ -140,10 +140,11 @@ static void check_clean(uint64_t blocks)
     srl_unlock(&a);
 }
 
-static void *zeroed(size_t n) { return calloc(1, n); }
+static void *zeroed(size_t n) {
+    return calloc(1, n);
+}
 
-static void threads(void)
-{
+static void threads(void) {
     pthread_t t[THREADS];
     make(zeroed);
     for (size_t i = 0; i < THREADS; i++)
@@ -153,11 +154,13 @@ static void threads(void)
     check_clean(0);
 }
 
-static void *shared(size_t n) { return mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0); }
+static void *shared(size_t n) {
+    return mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+}
 
-/* A child that reserves until it is killed; -> its pid. Most kills hit the lock, since it does little else. */
-static pid_t busy_child(uint32_t self)
-{
+/* A child that reserves until it is killed; -> its pid. Most kills hit the lock, since it does little else.
+ */
+static pid_t busy_child(uint32_t self) {
     pid_t pid = fork();
     if (pid)
         return pid;
@@ -170,8 +173,7 @@ static pid_t busy_child(uint32_t self)
     }
 }
 
-static void takeover(void)
-{
+static void takeover(void) {
     unsigned taken = 0;
     make(shared);
     srl_arena a;
@@ -196,8 +198,7 @@ static void takeover(void)
     check_clean(0);
 }
 
-static void stopped(void)
-{
+static void stopped(void) {
     make(shared);
     pid_t pid = fork();
     srl_arena a;
@@ -223,8 +224,7 @@ static void stopped(void)
 }
 
 /* The generation before the last: used once more, then never again. */
-static void wrap(void)
-{
+static void wrap(void) {
     make(zeroed);
     srl_arena a;
     attach(&a, 0, nobody_dies);
@@ -240,10 +240,11 @@ static void wrap(void)
         wrong("a descriptor of generation 2^32 - 1 was used again");
 }
 
-int main(int argc, char **argv)
-{
-    struct { const char *name; void (*run)(void); } modes[] = {
-        {"threads", threads}, {"takeover", takeover}, {"stopped", stopped}, {"wrap", wrap}};
+int main(int argc, char **argv) {
+    struct {
+        const char *name;
+        void (*run)(void);
+    } modes[] = {{"threads", threads}, {"takeover", takeover}, {"stopped", stopped}, {"wrap", wrap}};
     for (int i = 0; i < 4; i++)
         if (argc == 2 && !strcmp(argv[1], modes[i].name))
             modes[i].run();

@@ -78,7 +78,7 @@ class Worker:
             pass  # never shipped
 
     def recover(self):
-        if self.random.random() < 0.1:
+        if self.random.random() < 0.3:
             self.arena.discard(f"run/s{self.random.randrange(3)}")
         self.arena.sweep()
 

@@ -16,6 +16,7 @@ from shmrl.errors import (
     ArenaClosed,
     ArenaFull,
     ForeignArena,
+    NotOwner,
     NotSealed,
     StaleHandle,
     ViewsAlive,
@@ -44,6 +45,21 @@ def test_free_frees_all_it_can_then_raises(arena):
     with pytest.raises(AlreadyFreed, match="2 others were freed now"):
         arena.free([first, second, third])
     assert blocks(arena) == 0
+
+
+def test_only_the_owner_frees_and_ships(arena):
+    handle = arena.put(b"x")
+    with Arena.attach(arena.address) as other:
+        with pytest.raises(NotOwner, match="adopt it first"):
+            other.free(handle)
+        with pytest.raises(NotOwner):
+            other.ship(handle, readers=1)
+        other.adopt(handle)
+        with pytest.raises(NotOwner):
+            arena.free(handle)
+        assert other.free(handle) == 1
+    with pytest.raises(StaleHandle):
+        arena.adopt(handle)
 
 
 def test_reserve_fill_seal(arena):
