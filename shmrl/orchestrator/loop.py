@@ -138,7 +138,8 @@ class Orchestrator:
             return dict(json.loads(path.read_text()))
         except (OSError, ValueError) as error:
             raise RunError(
-                f"the trainer stands at step {step}, but the state of that step is not there: {error}"
+                f"the trainer stands at step {step}, but that step's state is not there ({error}): start the "
+                "trainer with --resume, too"
             ) from None
 
     async def _begin(self, version: int) -> None:
@@ -191,6 +192,7 @@ class Orchestrator:
     async def _train(self, batch: Batch, collect_s: float) -> None:
         """Ship one step, serve what it publishes, and account for it once it is durable."""
         step, due = batch.step, self._eval_due(batch.step)
+        self.sink.shipped(batch)
         self.report.begin(batch, collect_s)
         message = {"run_id": self.tree.run.name, "state": self.dispatcher.state()}
         sent = await self.ship("step", step, batch.samples, message)

@@ -5,6 +5,8 @@ Called by the orchestrator's loop at a step's begin (while the blocks are there)
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,7 @@ from shmrl.orchestrator.sources import Source
 if TYPE_CHECKING:
     from shmrl.arena import Arena
 
+HEALTH_S = 5.0
 ARENA_METRICS = ("used_bytes", "peak_bytes", "blocks", "created", "freed", "orphaned", "spilled", "waits")
 
 
@@ -37,6 +40,7 @@ class StepReport:
 
     def open(self, completed: int) -> None:
         """Start metrics.jsonl behind the steps that are completed already; what lies beyond them is cut off."""
+        self._last = time.monotonic()
         self._file = MetricsFile(self._tree.run.output_dir / "metrics.jsonl", completed)
 
     def begin(self, batch: Batch, collect_s: float) -> None:
@@ -98,11 +102,13 @@ class StepReport:
     async def _servers(self) -> dict[str, float]:
         """`env/<source>/rss_bytes`; a server that does not answer now is left out (an episode will say so)."""
         found: dict[str, float] = {}
-        for source in self._sources:
-            try:
-                found[f"env/{source.name}/rss_bytes"] = (await source.client.health())["rss_bytes"]
-            except (EnvError, TimeoutError):
-                continue
+
+        async def ask(source: Source) -> None:
+            with contextlib.suppress(EnvError, TimeoutError):
+                async with asyncio.timeout(HEALTH_S):
+                    found[f"env/{source.name}/rss_bytes"] = (await source.client.health())["rss_bytes"]
+
+        await asyncio.gather(*map(ask, self._sources))
         return found
 
 

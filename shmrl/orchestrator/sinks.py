@@ -186,12 +186,15 @@ class TrainSink:
                 size += self._size(episodes)
                 batch.episodes += episodes
             if batch.kept:
-                self._episodes.end("shipped", len(batch.kept))
                 return batch
             log.warning(
                 "step %d: none of %d episodes had anything to train; collecting again", step, len(batch.episodes)
             )
         return None
+
+    def shipped(self, batch: Batch) -> None:
+        """The batch goes out: the outcome of its episodes."""
+        self._episodes.end("shipped", len(batch.kept))
 
     def _drop_stale(self, step: int) -> None:
         """Lag = the version trained on (step - 1) minus the version at the episode's first generated token."""

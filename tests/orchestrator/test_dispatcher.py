@@ -12,7 +12,9 @@ from tests.orchestrator.conftest import collect, finish, until
 from tests.orchestrator.fakes import Client, tree
 
 
-def ended(parts):
+def ended(parts, batch=None):
+    if batch is not None:
+        parts.sink.shipped(batch)
     return {outcome: n for outcome, n in parts.episodes.take_counts().items() if n}
 
 
@@ -20,13 +22,20 @@ async def forever():
     await asyncio.Event().wait()
 
 
+class Only128(Client):
+    """A task set whose 129th task never comes, so that nothing takes a failed group's place."""
+
+    async def tasks(self, split, start, n):
+        return await (super().tasks(split, start, n) if start < 128 else forever())
+
+
 async def test_128_groups_of_which_3_raise_and_1_hangs(tmp_path, arena, worker, parts):
     def play(call):
         return RuntimeError("boom") if call in (5, 50, 99) else forever() if call == 70 else call % 2
 
-    source = {"name": "a", "serve": {"request_timeout_s": 1.0}}
+    source = {"name": "a", "serve": {"request_timeout_s": 3.0}}
     settings = {"batch_size": 128, "group_size": 1, "filters": {"zero_advantage": False}}
-    p = parts(tree(tmp_path, sources=[source], max_inflight=128, **settings), [Client(worker, play)])
+    p = parts(tree(tmp_path, sources=[source], max_inflight=128, **settings), [Only128(worker, play)])
     running = asyncio.create_task(p.dispatcher.run())
     await until(lambda: p.dispatcher.groups == 128)
     running.cancel()
@@ -35,7 +44,7 @@ async def test_128_groups_of_which_3_raise_and_1_hangs(tmp_path, arena, worker, 
     await until(lambda: not p.episodes.open())
     p.sink.batch = 124
     batch = p.sink.cut(1)
-    assert ended(p) == {"shipped": 124, "failed": 3, "timed_out": 1}
+    assert ended(p, batch) == {"shipped": 124, "failed": 3, "timed_out": 1}
     p.ledger.release(batch.samples)
     await finish(p)
     assert arena.stats()["blocks"] == 0
@@ -136,7 +145,7 @@ async def test_a_group_goes_on_without_a_failed_episode_and_is_dropped_when_one_
     assert "a-1" not in sizes
     kept = [episode.result.reward for episode in batch.episodes if episode.group_id == "a-0"]
     assert kept == [0.0, 2.0]
-    counts = ended(p)
+    counts = ended(p, batch)
     assert (counts["failed"], counts["shipped"]) == (3, len(batch.kept))
     assert counts.get("filtered", 0) + counts.get("cancelled", 0) >= 1
     p.ledger.release(batch.samples)
@@ -183,7 +192,7 @@ async def test_an_episode_that_must_be_stale_is_cancelled_and_its_group_refilled
     assert {episode.result.version_start for episode in batch.episodes} == {1}
     p.ledger.release(batch.samples)
     await finish(p)
-    counts = ended(p)
+    counts = ended(p, batch)
     assert (counts["stale"], counts["shipped"]) == (4, 4)
     assert arena.stats()["blocks"] == 0
 

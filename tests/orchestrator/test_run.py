@@ -11,7 +11,6 @@ from pathlib import Path
 
 from shmrl.arena import Arena
 from shmrl.config import dump_toml, env_server_from, load_run
-from tests.orchestrator.conftest import until
 from tests.support.fake_engine import FakeEngine
 from tests.support.runs import free_ports
 
@@ -121,6 +120,14 @@ class Site:
         return [json.loads(line) for line in (self.out / name).read_text().splitlines()]
 
 
+async def said(process, text):
+    """Read what a process says up to a line with `text`."""
+    seen = b""
+    while text.encode() not in (line := await asyncio.wait_for(process.stdout.readline(), 60)):
+        assert line, f"it ended without saying {text!r}: {(seen + line).decode()}"
+        seen += line
+
+
 async def test_three_steps_two_sources_one_evaluation_and_nothing_left(tmp_path, model_dir):
     async with (
         FakeEngine(abort_every=7) as engine,
@@ -167,6 +174,7 @@ async def test_one_step_of_lag_is_used_and_kept(tmp_path, model_dir):
         assert code == 0, output
         lags = [lag for rank in range(2) for line in site.lines(f"rank_{rank}.jsonl") for lag in line["lags"]]
         assert 0 <= min(lags) <= max(lags) <= 1
+        assert [line["episodes/shipped"] for line in site.lines("metrics.jsonl")] == [8] * 5
         assert site.arena.stats()["blocks"] == 0
 
 
@@ -185,11 +193,10 @@ async def test_the_warm_up_comes_first_and_its_samples_have_weight_only(tmp_path
 
 
 async def test_a_signal_drains_and_a_resumed_run_goes_on_with_the_same_servers(tmp_path, model_dir):
-    async with FakeEngine() as engine, Site(tmp_path, model_dir, engine, run__max_steps="200") as site:
+    async with FakeEngine() as engine, Site(tmp_path, model_dir, engine, run__max_steps="5000") as site:
         ranks = await site.ranks()
         process = await site.spawn("-m", "shmrl", "orchestrator", site.file)
-        while b"step 3/" not in await asyncio.wait_for(process.stdout.readline(), 60):
-            pass
+        await said(process, "step 3/")
         process.send_signal(signal.SIGINT)
         output, _ = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 130, output.decode()
@@ -202,7 +209,7 @@ async def test_a_signal_drains_and_a_resumed_run_goes_on_with_the_same_servers(t
         state = json.loads((checkpoint / "orchestrator.json").read_text())
         assert state["positions"] == {"words": state["groups"]}
 
-        site.file.write_text(dump_toml(site.tree).replace("max_steps = 200", f"max_steps = {step + 2}"))
+        site.file.write_text(dump_toml(site.tree).replace("max_steps = 5000", f"max_steps = {step + 2}"))
         code, output = await site.orchestrate("--resume", step=step)
         assert code == 0, output
         assert [line["step"] for line in site.lines("metrics.jsonl")] == list(range(1, step + 3))
@@ -211,20 +218,19 @@ async def test_a_signal_drains_and_a_resumed_run_goes_on_with_the_same_servers(t
 
 
 async def test_the_second_signal_stops_at_once(tmp_path, model_dir):
-    async with FakeEngine() as engine, Site(tmp_path, model_dir, engine) as site:
+    async with FakeEngine() as engine, Site(tmp_path, model_dir, engine, run__max_steps="5000") as site:
         ranks = await site.ranks()
         process = await site.spawn("-m", "shmrl", "orchestrator", site.file)
-        await asyncio.wait_for(until(lambda: site.out.joinpath("rank_0.jsonl").exists()), 60)
+        await said(process, "step 1/")
         ranks[0].send_signal(signal.SIGSTOP)  # the step being trained will not end
         process.send_signal(signal.SIGTERM)
-        while b"draining" not in await asyncio.wait_for(process.stdout.readline(), 60):
-            pass
+        await said(process, "draining")
         process.send_signal(signal.SIGTERM)
         output, _ = await asyncio.wait_for(process.communicate(), 20)
         assert process.returncode == 143, output.decode()
         for rank in ranks:
-            rank.kill()
-        site.arena.sweep()
+            with contextlib.suppress(ProcessLookupError):  # the other one has lost its blocks, and said so
+                rank.kill()
         assert site.arena.stats()["blocks"] == 0
 
 

@@ -33,6 +33,7 @@ def test_advantages_reach_every_branch_and_zero_ones_are_released(tmp_path, aren
     batch = p.sink.cut(1)
     assert [(s.advantage, s.weight) for s in batch.samples] == [(0.5, 1.0), (0.5, 1.0), (-0.5, 1.0)]
     assert (len(batch.episodes), len(batch.kept)) == (5, 2)
+    p.sink.shipped(batch)
     assert {k: v for k, v in p.episodes.take_counts().items() if v} == {"shipped": 2, "filtered": 3}
     p.ledger.release(batch.samples)
     assert arena.stats()["blocks"] == 0
@@ -66,7 +67,7 @@ def test_lag_is_counted_from_the_first_token_when_it_ships(tmp_path, arena, work
     p.sink.add(group_of(p, worker, [1.0, 0.0], version=5))
     batch = p.sink.cut(step)
     assert len(batch.samples if batch else []) == shipped
-    assert {k: v for k, v in p.episodes.take_counts().items() if v} == {"shipped": 2} if shipped else {"stale": 2}
+    assert p.episodes.take_counts()["stale"] == 2 - shipped
     assert arena.stats()["blocks"] == shipped
     p.ledger.release(batch.samples if batch else [])
 
