@@ -105,9 +105,7 @@ def restore(tree: RunTree, ranks: Ranks, step: int, policy: Policy, optimizer: t
     path = checkpoint_dir(tree, step)
     note = json.loads((path / "trainer.json").read_text())
     if (note.get("format"), note.get("step")) != (FORMAT, step):
-        raise RunError(
-            f"{path} is not a checkpoint this version can resume: {note}, expected format {FORMAT}, step {step}"
-        )
+        raise RunError(f"{path} cannot be resumed: it says {note}, expected format {FORMAT} and step {step}")
     optim = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
     set_optimizer_state_dict(policy, optimizer, optim_state_dict=optim, options=StateDictOptions(full_state_dict=True))
     rng = torch.load(path / "rng.pt", map_location="cpu", weights_only=True)

@@ -18,6 +18,7 @@ import torch
 from shmrl.arena import Arena
 from shmrl.config import RunTree
 from shmrl.config.rundir import latest_checkpoint
+from shmrl.config.tree import Trainer
 from shmrl.errors import RunError
 from shmrl.node.host import read_token
 from shmrl.payload import micro_batch_from_wire
@@ -121,7 +122,9 @@ class RankLoop:
         step = message["step"]
         if step != self.step + 1:
             raise RunError(f"step {step} arrived after step {self.step}")
-        metrics = self._stepper.run(step, _batches(message), lr=self._learning_rate(step))
+        metrics = self._stepper.run(
+            step, _batches(message), lr=learning_rate(self._tree.trainer, self._tree.run.max_steps, step)
+        )
         self.step, self._state = step, message["state"]
         began = time.monotonic()
         self._announce(self._publish())
@@ -168,20 +171,16 @@ class RankLoop:
         self._saved = self.step
         log.info("checkpoint of step %d in %.1f s", self.step, time.monotonic() - began)
 
-    def _learning_rate(self, step: int) -> float:
-        """Of step 1 .. max_steps: a linear rise, then constant, linear or cosine down to min_ratio."""
-        schedule, peak = self._tree.trainer.scheduler, self._tree.trainer.optimizer.lr
-        if step <= schedule.warmup_steps:
-            return peak * step / schedule.warmup_steps
-        left = self._tree.run.max_steps - schedule.warmup_steps
-        done = (step - 1 - schedule.warmup_steps) / max(left - 1, 1)
-        low = schedule.min_ratio
-        shape = {
-            "constant": 1.0,
-            "linear": 1 - (1 - low) * done,
-            "cosine": low + (1 - low) * (1 + math.cos(math.pi * done)) / 2,
-        }
-        return peak * shape[schedule.kind]
+
+def learning_rate(trainer: Trainer, max_steps: int, step: int) -> float:
+    """Of step 1 .. max_steps: a linear rise, then constant, or linear or cosine down to min_ratio of the peak."""
+    schedule, peak = trainer.scheduler, trainer.optimizer.lr
+    if step <= schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
+    last = max_steps - schedule.warmup_steps - 1
+    done = min((step - schedule.warmup_steps - 1) / max(last, 1), 1.0)
+    falling = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule.kind]
+    return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * falling)
 
 
 def _batches(message: dict[str, Any]) -> list[MicroBatch]:

@@ -183,6 +183,7 @@ class Stepper:
     # ------------------------------------------------------------------------------------------------------- metrics
 
     def _metrics(self, share: _Share, train_s: float) -> dict[str, float]:
+        """Means over the loss tokens of all ranks. `fetch` is what it took to read one micro batch into staging."""
         rows = self._ranks.gather([*share.sums.values(), share.fetch_max_s, train_s])
         total = dict(zip(_SUMS, rows.sum(0).tolist(), strict=False))
         train_s = float(rows[:, -1].max())

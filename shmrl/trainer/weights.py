@@ -23,7 +23,7 @@ _NOTES = {"STABLE", "tiny.json", "trainer.json", "orchestrator.json"}
 
 def write_model(lm: Any, state: dict[str, Tensor], source: Path, target: Path) -> None:
     """Weights and config of `lm` with the values of `state` (live names), plus tokenizer files from `source`."""
-    lm.save_pretrained(target, state_dict=state)
+    lm.save_pretrained(target, state_dict=dict(state))  # it empties the dictionary it is given
     for file in source.iterdir():
         if (
             file.is_file()
