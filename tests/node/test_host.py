@@ -1,7 +1,6 @@
 """What exists once per host and run: token, socket directory, arena, and `shmrl node` as a process."""
 
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from shmrl.config import load_env_server, load_run
 from shmrl.errors import ArenaError, ConfigError, RunError
 from shmrl.node.host import exclusive, hosted, read_token
 from tests.support import leftovers
-from tests.support.clock import wait_until
 
 RUN = """
 [model.tiny]
@@ -103,23 +101,51 @@ def test_a_path_too_long_for_a_socket_is_refused(tree, monkeypatch, tmp_path):
         pass
 
 
+class Node:
+    """`shmrl node` as a process; entering waits for its commands, leaving ends it."""
+
+    def __init__(self, directory, *options):
+        self.out = directory / "out"
+        config = str(directory / "run.toml")
+        command = [sys.executable, "-m", "shmrl", "node", config, f"--run.output-dir={self.out}", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self):
+        self.lines = [self.process.stdout.readline() for _ in range(6)]
+        self.arena = load_env_server([self.out / "configs" / "envs" / "train" / "a.toml"]).arena
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.code = self.process.wait(10)
+        self.process.stdout.close()
+
+
+def segments_of(arena):
+    return [name for name in leftovers.segments() if arena.address.removeprefix("shm:") in name]
+
+
 def test_node_hosts_by_hand_prints_the_commands_and_removes_everything_at_sigterm(tree, tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "shmrl", "node", str(tmp_path / "run.toml"), f"--run.output-dir={out}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as node:
-        try:
-            lines = [node.stdout.readline() for _ in range(6)]
-            assert f"  shmrl env-server {out}/configs/envs/train/a.toml\n" in lines
-            assert f"  shmrl orchestrator {out}/configs/orchestrator.toml\n" in lines
-            assert (out / "weights" / "step_0" / "model.safetensors").exists()
-            server = load_env_server([out / "configs" / "envs" / "train" / "a.toml"])
-            assert load_run([tmp_path / "run.toml", out / "node.toml"]).arena == server.arena
-            Arena.attach(server.arena.address).close()
-            assert len(read_token(server.arena)) == 32
-        finally:
-            node.send_signal(signal.SIGTERM)
-            code = node.wait(10)
-    assert code == 0
-    assert not (out / "node.toml").exists()
+    with Node(tmp_path) as node:
+        assert f"  shmrl env-server {node.out}/configs/envs/train/a.toml\n" in node.lines
+        assert f"  shmrl orchestrator {node.out}/configs/orchestrator.toml\n" in node.lines
+        assert (node.out / "weights" / "step_0" / "model.safetensors").exists()
+        assert load_run([tmp_path / "run.toml", node.out / "node.toml"]).arena == node.arena
+        Arena.attach(node.arena.address).close()
+        assert len(read_token(node.arena)) == 32
+    assert node.code == 0
+    assert not (node.out / "node.toml").exists()
     assert not tree.socket_dir.exists()
-    wait_until(lambda: not any(server.arena.address[4:] in name for name in leftovers.segments()), what="arena gone")
+    assert segments_of(node.arena) == []
+
+
+def test_what_a_killed_node_left_is_removed_by_the_next(tree, tmp_path):
+    with Node(tmp_path) as first:
+        first.process.kill()
+        first.process.wait()
+        assert segments_of(first.arena)
+        assert (tree.socket_dir / "token").exists()
+        with Node(tmp_path, "--resume") as second:
+            assert segments_of(first.arena) == []
+            assert second.arena.address != first.arena.address
+    assert not tree.socket_dir.exists()
