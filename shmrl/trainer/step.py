@@ -7,6 +7,7 @@ the first forward pass. What could not be read leaves the loss and the token cou
 from __future__ import annotations
 
 import logging
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class Stepper:
         self._policy, self._module = policy, module
         self._loss: LossFn = make_loss(tree.trainer.loss)
         self._builder = InputBuilder(tree, policy.replay, ranks.device, policy.packed)
-        self._staging: list[TensorBatch] = []
+        self._staging: dict[int, TensorBatch] = {}  # by index in the step: buffers are reused from step to step
 
     def run(self, step: int, micro_batches: list[MicroBatch], *, lr: float, warmup: bool = False) -> dict[str, float]:
         """Train one step; the metrics of all ranks, the same on each. RunError when nothing of it can be read."""
@@ -75,6 +76,8 @@ class Stepper:
             with gradient_sync(self._module, on=index == len(share.work) - 1):
                 self._accumulate(step, index, share, warmup)
         grad_norm = clip_gradients(self._module, self._tree.trainer.optimizer.max_grad_norm)
+        if not math.isfinite(grad_norm):
+            raise RunError(f"step {step}: the gradient's norm is {grad_norm}; nothing was changed")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -112,14 +115,14 @@ class Stepper:
             batch = assemble(
                 self._arena,
                 micro_batch,
-                out=self._staging[index] if index < len(self._staging) else None,
+                out=self._staging.get(index),
                 layers=replay.layers if replay is not None and micro_batch.samples else None,
                 verify=self._tree.arena.verify,
             )
         except (LostPayload, StaleHandle, ChecksumError) as error:
             log.error("micro batch %d is dropped: %s", index, error)
             return None
-        self._staging[index : index + 1] = [batch]
+        self._staging[index] = batch
         took = time.monotonic() - began
         if micro_batch.samples:
             share.fetch_max_s = max(share.fetch_max_s, took)

@@ -153,6 +153,21 @@ def test_a_missing_declared_field_stops_the_run(make_tree, ranks, arena, branche
     retire(arena, samples, 1)
 
 
+def infinite(x):
+    return LossOutput(x.logprobs.sum() * torch.inf, torch.zeros_like(x.logprobs, dtype=torch.bool))
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(make_tree, ranks, arena, branches):
+    samples = put(arena, branches[:2])
+    (micro_batches,) = ship(arena, samples, ranks=1)
+    one = stepper(make_tree(loss={"kind": "custom", "path": "tests.trainer.test_step:infinite"}), ranks, arena, lr=1.0)
+    before = [parameter.clone() for parameter in one.optimizer.param_groups[0]["params"]]
+    with pytest.raises(RunError, match="step 9: the gradient's norm is nan"):
+        one.run(9, micro_batches, lr=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, one.optimizer.param_groups[0]["params"], strict=True))
+    retire(arena, samples, 1)
+
+
 def test_untruncated_sampling_needs_no_mask(make_tree, ranks, arena, branches):
     samples = put(arena, [bare(branches[0])])
     (micro_batches,) = ship(arena, samples, ranks=1)
