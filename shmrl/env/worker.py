@@ -72,9 +72,9 @@ class Worker:
                 task.cancel()
             await asyncio.gather(beat, *self._running.values(), return_exceptions=True)
             await asyncio.gather(*(engine.aclose() for engine in self._engines.values()))
-            await self.environment.teardown()
             self._encoders.shutdown()
             await self.link.flush()
+            await self.environment.teardown()
 
     def _on_frame(self, number: int, kind: str, payload: bytes) -> None:
         if kind == "cancel":
