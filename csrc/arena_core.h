@@ -108,9 +108,9 @@ void srl_get_stats(const srl_arena *a, srl_stats *out);
 int srl_fsck(srl_arena *a, char *out, unsigned out_len);
 
 /* bytes: copy.c, crc32c.c */
-void srl_copy(void *to, const void *from, size_t nbytes, bool hot);
-void srl_copy_crc(void *to, const void *from, size_t nbytes, bool hot,
-                  uint32_t *crcs); /* one crc per SRL_PAGE */
+uint64_t srl_tail_at(uint64_t nbytes);    /* where the tail of a payload begins */
+uint64_t srl_plain_tail(uint64_t nbytes); /* room behind a payload without columns */
+uint32_t srl_fill(void *to, const void *from, uint64_t nbytes, bool hot, bool checksum, uint32_t *crc);
 uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes);
 void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out); /* one crc per block */
 

@@ -33,6 +33,8 @@
 #define SRL_MAX_PROCESSES 256
 #define SRL_PAGE          65536u
 #define SRL_TAG_MAX       112
+#define SRL_TAIL_MAGIC    0x4c494154u /* "TAIL"; columns.py has the layout of a tail */
+#define SRL_TAIL_HEADER   16
 #define SRL_NONE          UINT32_MAX
 #define SRL_BINS          256
 #define SRL_CELL_CLASSES  29

@@ -1,4 +1,5 @@
-/* Copies into the arena. Runs in whoever writes a block, without the interpreter's lock for large ones.
+/* Copies into the arena, and the tail of a payload without columns. Runs in whoever writes a block, without
+ * the interpreter's lock for large ones.
  *
  * From 256 KiB on stores bypass the caches (1.4 to 2 times glibc's memcpy into memory whose reader comes
  * later), unless the caller says that the reader is next (`hot`).
@@ -42,22 +43,60 @@ static bool streams(size_t nbytes, bool hot) {
 }
 #endif
 
-void srl_copy(void *to, const void *from, size_t nbytes, bool hot) {
+/* The checksum reads three pages of the source into the cache, the copy takes them from there. */
+static void copy_and_checksum(char *to, const char *from, size_t nbytes, bool hot, uint32_t *crcs) {
+    bool streaming = streams(nbytes, hot);
+    for (size_t at = 0; at < nbytes; at += 3 * SRL_PAGE, crcs += 3) {
+        size_t n = nbytes - at < 3 * SRL_PAGE ? nbytes - at : 3 * SRL_PAGE;
+        srl_crc_blocks(from + at, n, SRL_PAGE, crcs);
+        if (streaming)
+            copy_streaming(to + at, from + at, n);
+        else
+            memcpy(to + at, from + at, n);
+    }
+}
+
+static void copy(char *to, const char *from, size_t nbytes, bool hot) {
     if (streams(nbytes, hot))
         copy_streaming(to, from, nbytes);
     else
         memcpy(to, from, nbytes);
 }
 
-/* The checksum reads three pages of the source into the cache, the copy takes them from there. */
-void srl_copy_crc(void *to, const void *from, size_t nbytes, bool hot, uint32_t *crcs) {
-    bool streaming = streams(nbytes, hot);
-    for (size_t at = 0; at < nbytes; at += 3 * SRL_PAGE, crcs += 3) {
-        size_t n = nbytes - at < 3 * SRL_PAGE ? nbytes - at : 3 * SRL_PAGE;
-        srl_crc_blocks((const char *)from + at, n, SRL_PAGE, crcs);
-        if (streaming)
-            copy_streaming((char *)to + at, (const char *)from + at, n);
-        else
-            memcpy((char *)to + at, (const char *)from + at, n);
+uint64_t srl_tail_at(uint64_t nbytes) {
+    return (nbytes + 7) & ~UINT64_C(7);
+}
+
+static uint32_t crc_count(uint64_t nbytes) {
+    return (uint32_t)((nbytes + SRL_PAGE - 1) / SRL_PAGE);
+}
+
+/* None for one checksum block, whose crc is in the descriptor. */
+uint64_t srl_plain_tail(uint64_t nbytes) {
+    return nbytes <= SRL_PAGE
+               ? 0
+               : srl_tail_at(nbytes) - nbytes + SRL_TAIL_HEADER + 4 * (uint64_t)crc_count(nbytes);
+}
+
+/* Fills a block without columns from `from` (NULL: it is filled) -> bytes of tail; its crc, or the payload's.
+ */
+uint32_t srl_fill(void *to, const void *from, uint64_t nbytes, bool hot, bool checksum, uint32_t *crc) {
+    *crc = 0;
+    if (!checksum || nbytes <= SRL_PAGE) {
+        if (from)
+            copy(to, from, nbytes, hot);
+        if (checksum)
+            *crc = srl_crc32c(0, to, nbytes);
+        return 0;
     }
+    char *tail = (char *)to + srl_tail_at(nbytes);
+    uint32_t *crcs = (uint32_t *)(tail + SRL_TAIL_HEADER);
+    if (from)
+        copy_and_checksum(to, from, nbytes, hot, crcs);
+    else
+        srl_crc_blocks(to, nbytes, SRL_PAGE, crcs);
+    uint32_t header[4] = {SRL_TAIL_MAGIC, 0, crc_count(nbytes), 0}, n = SRL_TAIL_HEADER + 4 * header[2];
+    memcpy(tail, header, sizeof header);
+    *crc = srl_crc32c(0, tail, n);
+    return n;
 }

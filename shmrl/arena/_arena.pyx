@@ -29,12 +29,14 @@ from shmrl.types import HANDLE_VERSION, Handle
 cdef extern from "errno.h":
     enum: ECANCELED, EMLINK, ENODATA, EUCLEAN, EUSERS, EXFULL
 
+cdef extern from "sys/mman.h" nogil:
+    enum: MADV_DONTDUMP
+    int madvise(void *address, size_t nbytes, int advice)
+
 cdef extern from "fcntl.h" nogil:
     int posix_fallocate(int fd, int64_t offset, int64_t length)
 
-cdef uint32_t TAIL_MAGIC = 0x4C494154  # columns.MAGIC
 cdef uint64_t RELEASE_GIL_FROM = 65536  # bytes: shorter copies are over before another thread could start
-cdef uint64_t TICK_NS = 20_000_000  # a waiter looks at least this often: for the dead, and for frees without a wake
 cdef uint64_t LOCK_NS = 5_000_000_000  # how long cold operations wait for the allocator's lock
 cdef uint64_t NO_DEADLINE = (<uint64_t> 1) << 62
 
@@ -43,6 +45,9 @@ cdef struct Parts:
     uint32_t slot
     uint32_t generation
     uint64_t nonce
+
+
+ctypedef int (*verb_fn)(srl_arena *a, uint32_t slot, uint32_t generation, uint64_t nonce) noexcept nogil
 
 
 ERRORS = {
@@ -69,17 +74,6 @@ cdef inline uint64_t deadline_of(object timeout_s):
     if timeout_s is None:
         return NO_DEADLINE
     return srl_now_ns(CLOCK_MONOTONIC) + <uint64_t> (max(0.0, min(float(timeout_s), 1e9)) * 1e9)
-
-
-cdef inline uint64_t aligned(uint64_t n) noexcept nogil:
-    return (n + 7) & ~(<uint64_t> 7)
-
-
-cdef uint64_t plain_tail(uint64_t nbytes):
-    """Room behind a payload without columns: none for one checksum block, whose crc is in the descriptor."""
-    if nbytes <= SRL_PAGE:
-        return 0
-    return aligned(nbytes) - nbytes + 16 + 4 * ((nbytes + SRL_PAGE - 1) // SRL_PAGE)
 
 
 cdef uint64_t column_tail(uint64_t nbytes):
@@ -151,7 +145,8 @@ cdef class View:
     def _tail(self):
         """What lies behind the payload -> (tail bytes, its crc32c in the descriptor, sealed with checksums)."""
         cdef srl_block *b = self.core.a.blocks + self.slot
-        tail = PyBytes_FromStringAndSize(<const char *> (self.core.data + b.offset + aligned(b.nbytes)), b.tail_nbytes)
+        cdef const uint8_t *at = self.core.data + b.offset + srl_tail_at(b.nbytes)
+        tail = PyBytes_FromStringAndSize(<const char *> at, b.tail_nbytes)
         return tail, b.crc, not (b.word >> 16) & SRL_UNCHECKED
 
     def __reduce__(self):
@@ -211,15 +206,15 @@ cdef class Block:
         if columns is not None:
             tail = self._append(self.core._make_tail(self, columns, checksum), &crc)
         elif checksum:
-            tail = self.core._write_checksums(self, &crc)
+            tail = self.core._fill(self, NULL, False, True, &crc)
         return self._publish(tail, crc, checksum)
 
     cdef uint32_t _append(self, bytes tail, uint32_t *crc) except? 0:
         cdef Py_ssize_t n = len(tail)
-        if aligned(self.n) - self.n + <uint64_t> n > self.room:
+        if srl_tail_at(self.n) - self.n + <uint64_t> n > self.room:
             raise ValueError(f"columns and checksums of {n} bytes do not fit the {self.room} behind the payload: "
                              "24 columns, and a checksum per 512 bytes")
-        memcpy(self.core.data + self.offset + aligned(self.n), PyBytes_AsString(tail), n)
+        memcpy(self.core.data + self.offset + srl_tail_at(self.n), PyBytes_AsString(tail), n)
         crc[0] = srl_crc32c(0, PyBytes_AsString(tail), n)
         return <uint32_t> n
 
@@ -276,7 +271,7 @@ cdef class Core:
     cdef Py_ssize_t users        # views, blocks and calls without the GIL that need the mappings
     cdef uint32_t node, number   # what every handle of this arena carries
     cdef uint32_t reader_index
-    cdef bint attached, shut, writable, waiting
+    cdef bint attached, shut, writable
 
     def __cinit__(self):
         self.live.fd = self.ctl_fd = self.data_fd = -1
@@ -298,6 +293,7 @@ cdef class Core:
         if self.data == <uint8_t *> MAP_FAILED or self.a.holds == <srl_hold *> MAP_FAILED:
             self.data = NULL
             raise ArenaError(f"cannot map {self.data_nbytes} bytes of data (RLIMIT_AS?)")
+        madvise(self.data, self.data_nbytes, MADV_DONTDUMP)  # a core dump would keep our byte locked meanwhile
         for _attempt in range(50):  # a slot that is being swept or claimed right now may be free in a moment
             rc = srl_claim(&self.a, &self.live)
             if rc != -EUSERS:
@@ -461,51 +457,39 @@ cdef class Core:
         return block
 
     cdef int _reserve_slowly(self, srl_request *r, object timeout_s, bint block) except -1:
-        cdef uint64_t deadline = deadline_of(timeout_s)
         cdef uint64_t began = srl_now_ns(CLOCK_MONOTONIC)
-        cdef uint64_t patience = max(deadline, began + 250_000_000)
-        cdef bint queued = False
-        cdef uint32_t seen, ticks = 0
+        cdef uint64_t patience = max(deadline_of(timeout_s), began + 250_000_000)  # for the lock, however short
         cdef int rc
+        turn = self._waiting(r.nbytes, r.nbytes + r.room, block, timeout_s)
         self.users += 1
         try:
             while True:
-                seen = self.a.h.space_seq
+                turn.seen = self.a.h.space_seq
                 with nogil:
                     rc = srl_reserve(&self.a, r, patience)
                 if rc == 0:
                     return 0
-                if (rc == -EXFULL and self._grow_table()) or (rc == -EMLINK and self._grow_data(r.nbytes + r.room)):
-                    continue
                 if rc == -ETIMEDOUT:
                     self._raise_stalled((srl_now_ns(CLOCK_MONOTONIC) - began) / 1e9)
                 if rc not in (-ENOSPC, -EXFULL, -EMLINK):
                     check(rc, "reserve:")
-                if self.sweep():
-                    continue
-                if not block or srl_now_ns(CLOCK_MONOTONIC) >= deadline:
-                    raise self._full(r.nbytes, (srl_now_ns(CLOCK_MONOTONIC) - began) / 1e9)
-                if not queued and not self.waiting:  # one place in the queue per process
-                    queued = self.waiting = True
-                    srl_queue_enter(&self.a)
-                    continue
-                if ticks % 25 == 0:
-                    self._raise_if_hopeless(r.nbytes)
-                ticks += 1
-                self._wait_a_tick(seen, deadline)
+                turn.next(-rc)
         finally:
-            if queued:
-                self.waiting = False
-                srl_queue_leave(&self.a)
+            turn.leave()
             self._leave()
 
-    cdef int _wait_a_tick(self, uint32_t seen, uint64_t deadline) except -1:
-        cdef uint64_t now = srl_now_ns(CLOCK_MONOTONIC)
-        cdef uint64_t left = min(deadline - now, TICK_NS) if deadline > now else 0
+    def _queue(self, bint enter):
+        """Takes this process's place in the queue for space, or gives it up."""
+        if enter:
+            srl_queue_enter(&self.a)
+        else:
+            srl_queue_leave(&self.a)
+
+    def _space_wait(self, uint32_t seen, uint64_t timeout_ns):
+        """Sleeps until space came back since `seen` was read, at most timeout_ns."""
         with nogil:
-            srl_space_wait(&self.a, seen, left)
+            srl_space_wait(&self.a, seen, timeout_ns)
         PyErr_CheckSignals()
-        return 0
 
     cdef int _raise_stalled(self, double held_s) except -1:
         owner = srl_lock_owner(&self.a)
@@ -524,48 +508,21 @@ cdef class Core:
         cdef Block block
         cdef uint32_t crc = 0, tail = 0
         try:
-            block = self._reserve(source.len, plain_tail(source.len), tag, timeout_s, on_full)
+            block = self._reserve(source.len, srl_plain_tail(source.len), tag, timeout_s, on_full)
             tail = self._fill(block, source.buf, hot, checksum, &crc)
         finally:
             PyBuffer_Release(&source)
         return block._publish(tail, crc, checksum)
 
-    cdef uint32_t _fill(self, Block block, void *source, bint hot, bint checksum, uint32_t *crc):
+    cdef uint32_t _fill(self, Block block, const void *source, bint hot, bint checksum, uint32_t *crc):
+        """Copies from source, if there is one, and writes the checksums behind the payload -> bytes of tail."""
         cdef uint8_t *to = self.data + block.offset
-        cdef uint64_t n = block.n
-        cdef uint32_t *crcs = crc
-        if checksum and n > SRL_PAGE:
-            crcs = <uint32_t *> (to + aligned(n) + 16)
-        if n < RELEASE_GIL_FROM:
-            memcpy(to, source, n)
-            if checksum:
-                crc[0] = srl_crc32c(0, to, n)
-            return 0
+        cdef uint32_t tail
+        if block.n < RELEASE_GIL_FROM:
+            return srl_fill(to, source, block.n, hot, checksum, crc)
         with nogil:
-            if checksum:
-                srl_copy_crc(to, source, n, hot, crcs)
-            else:
-                srl_copy(to, source, n, hot)
-        return self._close_tail(block, crc) if crcs != crc else 0
-
-    cdef uint32_t _write_checksums(self, Block block, uint32_t *crc):
-        cdef uint8_t *at = self.data + block.offset
-        cdef uint64_t n = block.n
-        if n <= SRL_PAGE:
-            crc[0] = srl_crc32c(0, at, n)
-            return 0
-        with nogil:
-            srl_crc_blocks(at, n, SRL_PAGE, <uint32_t *> (at + aligned(n) + 16))
-        return self._close_tail(block, crc)
-
-    cdef uint32_t _close_tail(self, Block block, uint32_t *crc):
-        """Header before the checksums of a payload without columns, and its own checksum."""
-        cdef uint8_t *tail = self.data + block.offset + aligned(block.n)
-        cdef uint32_t[4] header = [TAIL_MAGIC, 0, <uint32_t> ((block.n + SRL_PAGE - 1) // SRL_PAGE), 0]
-        memcpy(tail, header, 16)
-        cdef uint32_t nbytes = 16 + 4 * header[2]
-        crc[0] = srl_crc32c(0, tail, nbytes)
-        return nbytes
+            tail = srl_fill(to, source, block.n, hot, checksum, crc)
+        return tail
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -598,17 +555,23 @@ cdef class Core:
 
     # ------------------------------------------------------------------------------------------------------ ownership
 
-    def adopt(self, handles):
-        """Makes this process the owner of sealed blocks (orphans too). All it can, then StaleHandle."""
+    cdef tuple _each(self, object handles, verb_fn verb):
+        """(how many went well, code of the first that did not, its handle); goes on after a failure."""
         cdef Parts p
-        cdef int rc
-        bad = None
+        cdef int rc, bad = 0
+        first, n = None, 0
         for handle in _listed(handles):
             self._parts(handle, &p)
-            rc = srl_adopt(&self.a, p.slot, p.generation, p.nonce)
-            bad = (rc, handle) if rc and bad is None else bad
-        if bad is not None:
-            check(bad[0], bad[1])
+            rc = verb(&self.a, p.slot, p.generation, p.nonce)
+            n += rc == 0
+            if rc and not bad:
+                bad, first = rc, handle
+        return n, bad, first
+
+    def adopt(self, handles):
+        """Makes this process the owner of sealed blocks (orphans too). All it can, then StaleHandle."""
+        _, bad, first = self._each(handles, srl_adopt)
+        check(bad, first)
 
     def ship(self, handles, readers, step=None):
         """Arms the done set of owned blocks, clearing an earlier one: freed when `readers` distinct readers are done.
@@ -623,7 +586,7 @@ cdef class Core:
             check(srl_ship(&self.a, p.slot, p.generation, p.nonce, readers, -1 if step is None else step), handle)
 
     def done(self, handles, reader=None):
-        """This reader needs the blocks no more; idempotent per reader, the last one frees. `reader` defaults to attach's.
+        """This reader needs the blocks no more; idempotent per reader, the last one frees. Defaults to attach's reader.
 
         A freed block is no error; one that was never shipped is a ValueError.
         """
@@ -637,19 +600,11 @@ cdef class Core:
 
     def free(self, handles):
         """Frees owned blocks -> how many. All it can, then AlreadyFreed, NotOwner or NotSealed for the first left."""
-        cdef Parts p
-        cdef int rc
-        bad, retired = None, 0
-        for handle in _listed(handles):
-            self._parts(handle, &p)
-            rc = srl_free(&self.a, p.slot, p.generation, p.nonce)
-            retired += rc == 0
-            bad = (rc, handle) if rc and bad is None else bad
-        if bad is None:
-            return retired
-        if bad[0] == -ESTALE:
-            raise AlreadyFreed(f"{bad[1]!r} was freed already; {retired} others were freed now")
-        check(bad[0], bad[1])
+        n, bad, first = self._each(handles, srl_free)
+        if bad == -ESTALE:
+            raise AlreadyFreed(f"{first!r} was freed already; {n} others were freed now")
+        check(bad, first)
+        return n
 
     def discard(self, tag_prefix):
         """Retires every block under a tag prefix (path components), whoever owns it -> how many.
@@ -839,19 +794,3 @@ def read_ctl(buffer):
         return head, counters(&s), blocks, PyBytes_FromStringAndSize(<char *> a.processes, a.h.max_processes * 128)
     finally:
         PyBuffer_Release(&raw)
-
-
-def lock_byte(int fd, unsigned byte, unsigned nbytes=1):
-    """Takes OFD locks on bytes of a `live` file -> False if another description has one of them. OSError."""
-    rc = srl_live_try(fd, byte, nbytes)
-    if rc < 0:
-        raise OSError(-rc, "OFD lock")
-    return rc == 1
-
-
-def byte_taken(int fd, unsigned byte, unsigned nbytes=1):
-    """Whether another open description locks one of these bytes. OSError."""
-    rc = srl_live_taken(fd, byte, nbytes)
-    if rc < 0:
-        raise OSError(-rc, "OFD lock")
-    return rc == 1

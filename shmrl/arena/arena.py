@@ -18,9 +18,10 @@ from typing import Any
 from shmrl.arena import columns as tails
 from shmrl.arena import files as names
 from shmrl.arena import memory, table
-from shmrl.arena._arena import Block, Core, View, ctl_nbytes, format_ctl, lock_byte
+from shmrl.arena._arena import Block, Core, View, ctl_nbytes, format_ctl
 from shmrl.arena.files import Files
-from shmrl.errors import ArenaCorrupt, ArenaError, ArenaFull, ChecksumError, ForeignArena, PeerDied, StaleHandle
+from shmrl.arena.waiting import Waiting
+from shmrl.errors import ArenaCorrupt, ArenaFull, ChecksumError, ForeignArena, StaleHandle
 from shmrl.types import Handle
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Arena(Core):
         """For create() and attach(): owns the descriptors of live, ctl and data from here on."""
         self._files, self._data_fd = where, fds[2]
         self._opening = threading.Lock()
+        self._in_queue = False  # one of our threads has our place in the queue for space
         self._refused: tuple[float, memory.Limit] | None = None
         self._ahead: threading.Thread | None = None
         self._attach(*fds, os.fstat(fds[1]).st_size, _process_name(), reader)
@@ -70,10 +72,9 @@ class Arena(Core):
             raise ValueError("spill_dir: this version keeps every block in memory")
         for dead in names.listed():
             names.remove_if_dead(dead)
-        where = names.new(backing, base)
-        _require(where, nbytes)
+        where, live = names.claimed(backing, base)
         ttl_ns = 0 if orphan_ttl_s is None else max(1, int(orphan_ttl_s * 1e9))
-        arena = _made(cls, where, nbytes, run_id or where.key[-32:-24], max_processes, ttl_ns)
+        arena = _made(cls, where, live, nbytes, run_id or where.key[-32:-24], max_processes, ttl_ns)
         if preallocate:
             arena._preallocate()
         return arena
@@ -208,15 +209,8 @@ class Arena(Core):
             f"Top holders: {held or 'none'}"
         )
 
-    def _raise_if_hopeless(self, nbytes: int) -> None:
-        """PeerDied when every block is an orphan and nobody else is attached: no one is left who could free one."""
-        stats = self._stats(False)
-        if stats["blocks"] == stats["orphaned"] > 0 and not self._others_alive():
-            used = memory.human(stats["used_bytes"])
-            raise PeerDied(
-                f"no room for {memory.human(nbytes)}: all {stats['blocks']} blocks ({used}) belong to the dead and "
-                "nobody else is attached; adopt and free them, or discard their run"
-            )
+    def _waiting(self, nbytes: int, total: int, block: bool, timeout_s: float | None) -> Waiting:
+        return Waiting(self, nbytes, total, block, timeout_s)
 
     # ------------------------------------------------------------------------------------------------------- inspection
 
@@ -298,13 +292,13 @@ def _require(where: Files, nbytes: int) -> None:
     )
 
 
-def _made(cls: type[Arena], where: Files, nbytes: int, run_id: str, max_processes: int, ttl_ns: int) -> Arena:
+def _made(
+    cls: type[Arena], where: Files, live: int, nbytes: int, run_id: str, max_processes: int, ttl_ns: int
+) -> Arena:
     """Files, header, first commitments; on any failure nothing is left."""
-    fds: list[int] = []
+    fds = [live]
     try:
-        fds.append(where.create("live"))
-        if not lock_byte(fds[0], 0) or where.is_unlinked(fds[0]):
-            raise ArenaError(f"{where.address} was taken for garbage while it was made; create it again")
+        _require(where, nbytes)
         fds.append(where.create("ctl"))
         _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns)
         fds.append(where.create("data"))

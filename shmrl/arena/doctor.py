@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmrl.arena import files, inspect, memory
-from shmrl.arena._arena import byte_taken, lock_byte
 from shmrl.arena.memory import human
 
 SMALL_SHM = 1 << 30
@@ -67,7 +66,7 @@ def _locks() -> dict[str, Any]:
     first = os.memfd_create("shmrl-doctor")
     second = os.open(f"/proc/self/fd/{first}", os.O_RDWR)
     try:
-        ok = lock_byte(first, 0) and byte_taken(second, 0) and not lock_byte(second, 0)
+        ok = files.lock_byte(first, 0) and files.byte_taken(second, 0) and not files.lock_byte(second, 0)
     except OSError as error:
         return _finding(
             "kernel byte locks", False, str(error), "liveness needs OFD locks (Linux 3.15 or later)", bad="fail"

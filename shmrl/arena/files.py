@@ -13,6 +13,7 @@ import fcntl
 import glob
 import os
 import secrets
+import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import posix_ipc
 from shmrl.arena import _arena
 from shmrl.errors import ForeignArena
 
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 PARTS = ("live", "ctl", "data")
 SHM = Path("/dev/shm")
 
@@ -108,6 +110,16 @@ def new(backing: str, base: str | None) -> Files:
     return Files(backing, ident)
 
 
+def claimed(backing: str, base: str | None) -> tuple[Files, int]:
+    """A new arena's name, and its `live` with byte 0 locked: alive before a gc could take anything for garbage."""
+    while True:
+        where = new(backing, base)
+        live = where.create("live")
+        if lock_byte(live, 0) and not where.is_unlinked(live):
+            return where, live
+        os.close(live)  # a gc came between
+
+
 def parse(address: str) -> Files:
     """The files behind an address. ValueError."""
     backing, _, key = address.partition(":")
@@ -133,12 +145,27 @@ def remove_if_dead(files: Files) -> bool:
         files.unlink()  # a creator makes `live` first: leftovers of an unlink that was interrupted
         return True
     try:
-        if not _arena.lock_byte(fd, 0, 256):
+        if not lock_byte(fd, 0, 256):
             return False
         files.unlink()
         return True
     finally:
         os.close(fd)
+
+
+def lock_byte(fd: int, byte: int, nbytes: int = 1) -> bool:
+    """Takes OFD locks on bytes of a `live` file -> False if another description has one of them. OSError."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, nbytes, 0))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def byte_taken(fd: int, byte: int, nbytes: int = 1) -> bool:
+    """Whether another open description locks one of these bytes. OSError."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, nbytes, 0)
+    return bool(_FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
 
 
 def node_of(directory: Path) -> tuple[int, int]:

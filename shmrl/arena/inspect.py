@@ -14,7 +14,7 @@ from typing import Any
 
 from shmrl.arena import files as names
 from shmrl.arena import table
-from shmrl.arena._arena import byte_taken, read_ctl
+from shmrl.arena._arena import read_ctl
 from shmrl.errors import ArenaCorrupt, ForeignArena
 
 
@@ -53,7 +53,7 @@ def open_readonly(address: str) -> Snapshot:
     try:
         head, stats, blocks, processes = _read(where)
         used = table.processes(processes)
-        alive = frozenset(index for index in used if byte_taken(live, index))
+        alive = frozenset(index for index in used if names.byte_taken(live, index))
     finally:
         os.close(live)
     return Snapshot(address, head, stats, list(table.blocks(blocks)), used, alive)

@@ -65,6 +65,9 @@ def forker(address, handle):
                 verdicts.append("closed")
         view.release()  # the parent's hold: must not end here
         arena.close()
+        with Arena.attach(address) as own:
+            own.free(own.put(b"again"))
+            verdicts.append("attached")
         print(os.getpid(), *verdicts, flush=True)
         signal.pause()
     os.waitpid(pid, 0)
@@ -274,7 +277,7 @@ def test_a_fork_is_detached_and_does_not_keep_its_parent_alive(arena, helper):
     handle = arena.put(b"abcd")
     other = helper(forker, arena.address, handle)
     child, *verdicts = other.line().split()
-    assert verdicts == ["closed"] * 3
+    assert verdicts == ["closed", "closed", "closed", "attached"]
     assert len(arena.holders(handle)["held_by"]) == 1  # the child let go of nothing
     try:
         other.kill()

@@ -1,0 +1,68 @@
+"""A reserve that found no room: grow, recover, queue, wait, or say why not. One `Waiting` per such call.
+
+The queue is first come first served across processes, with one place per process: threads share theirs.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from typing import TYPE_CHECKING
+
+from shmrl.arena.memory import human
+from shmrl.errors import PeerDied
+
+if TYPE_CHECKING:
+    from shmrl.arena.arena import Arena
+
+TICK_S = 0.02  # a waiter looks at least this often: for the dead, and for frees that woke nobody
+HOPE_S = 0.5  # how often it asks whether anybody is left who could free
+
+
+class Waiting:
+    """`next(code)` after each attempt that failed returns when the next one is due, or raises; then `leave()`.
+
+    seen: the arena's space counter as read before the attempt.
+    """
+
+    def __init__(self, arena: Arena, nbytes: int, total: int, block: bool, timeout_s: float | None) -> None:
+        self.seen = 0
+        self._arena, self._nbytes, self._total, self._block = arena, nbytes, total, block
+        self._began = time.monotonic()
+        self._deadline = float("inf") if timeout_s is None else self._began + timeout_s
+        self._queued = False
+        self._asked = 0.0
+
+    def next(self, code: int) -> None:
+        """code: EXFULL wants descriptors, EMLINK pages, ENOSPC neither would help. ArenaFull, PeerDied."""
+        arena = self._arena
+        if (code == errno.EXFULL and arena._grow_table()) or (code == errno.EMLINK and arena._grow_data(self._total)):
+            return
+        if arena.sweep():
+            return
+        now = time.monotonic()
+        if not self._block or now >= self._deadline:
+            raise arena._full(self._nbytes, now - self._began)
+        if not self._queued and not arena._in_queue:
+            self._queued = arena._in_queue = True
+            arena._queue(True)
+            return
+        if now - self._asked > HOPE_S:
+            self._asked = now
+            self._raise_if_hopeless()
+        arena._space_wait(self.seen, int(min(TICK_S, self._deadline - now) * 1e9))
+
+    def leave(self) -> None:
+        """Gives up the place in the queue; the next in line looks at once."""
+        if self._queued:
+            self._queued = self._arena._in_queue = False
+            self._arena._queue(False)
+
+    def _raise_if_hopeless(self) -> None:
+        """PeerDied when every block is an orphan and nobody else is attached: no one is left who could free one."""
+        stats = self._arena._stats(False)
+        if stats["blocks"] == stats["orphaned"] > 0 and not self._arena._others_alive():
+            raise PeerDied(
+                f"no room for {human(self._nbytes)}: all {stats['blocks']} blocks ({human(stats['used_bytes'])}) "
+                "belong to the dead and nobody else is attached; adopt and free them, or discard their run"
+            )
