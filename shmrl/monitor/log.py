@@ -76,5 +76,5 @@ def _rich_handler(role: str) -> logging.Handler:
     from rich.logging import RichHandler
 
     handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
-    handler.setFormatter(logging.Formatter(f"{role} %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"{role}: %(message)s"))
     return handler
