@@ -158,7 +158,7 @@ class Trainer:
             from shmrl.launcher.roles import torch_command
 
             again = [*map(str, self.files), *(f"--{key}={value}" for key, value in flags.items())]
-            command = torch_command(tree.trainer.ranks, [*again, *(["--resume"] if self.resume else [])])
+            command = torch_command(tree, [*again, *(["--resume"] if self.resume else [])])
             os.execv(command[0], command)
         from shmrl import trainer
 

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 RECONNECT_MS = 100
 DRAIN_S = 0.2
 """After a connection's end: how long what the server said before may still take to be read."""
+CANCEL_S = 2.0
+"""At close: how long the server may take to confirm cancels. A client that hung up earlier would leave it guessing."""
 
 
 class EnvClient:
@@ -73,10 +75,11 @@ class EnvClient:
             raise
 
     async def close(self) -> None:
-        """Close the connection; cancels that were not sent yet go first."""
+        """Close the connection, after the server has confirmed what was cancelled."""
         if self._context is None:
             return
-        await asyncio.gather(*self._cancels, return_exceptions=True)
+        if self._cancels:
+            await asyncio.wait(self._cancels, timeout=CANCEL_S)
         self._give_up("the client was closed")
         for task in self._tasks:
             task.cancel()
@@ -174,10 +177,14 @@ class EnvClient:
     def _send_cancel(self, number: bytes, method: str, payload: Mapping[str, Any]) -> None:
         if self._lost is not None or method not in ("run_rollout", "run_group"):
             return
-        frames = [os.urandom(8), b"cancel", pack({"request_id": number, "tag": payload["tag"]})]
-        task = asyncio.ensure_future(self._socket.send_multipart(frames))
+        task = asyncio.ensure_future(self._exchange("cancel", {"request_id": number, "tag": payload["tag"]}))
         self._cancels.add(task)
-        task.add_done_callback(self._cancels.discard)
+        task.add_done_callback(self._cancel_sent)
+
+    def _cancel_sent(self, task: asyncio.Task[Any]) -> None:
+        self._cancels.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.debug("a cancel was not confirmed: %s", task.exception())  # the server is gone, and its arena swept
 
     async def _read(self) -> None:
         """Hands every reply to its future; replies that nobody awaits any more are dropped."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shmrl.env.chat import ChatFormat, parse_tool_calls
+from shmrl.env.protocol import FIELDS
 from shmrl.errors import EngineError, EnvError, ProtocolError
 from shmrl.payload import BranchBuilder
 
@@ -72,6 +73,8 @@ class ModelSpec:
             raise ProtocolError(f"model: missing {missing}, unknown {unknown}")
         if not isinstance(raw["sampling"], Mapping) or not isinstance(raw["sampling"].get("max_tokens"), int):
             raise ProtocolError(f"model: sampling is a map with max_tokens, not {raw['sampling']!r}"[:300])
+        if not set(raw.get("fields", ())) <= set(FIELDS):
+            raise ProtocolError(f"model: fields {raw['fields']!r}: there are {', '.join(FIELDS)}")
         spec = cls(**raw)
         return replace(
             spec,
@@ -108,9 +111,13 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """One branch while it runs. `turns` are the places where it can go on: (messages up to there, ids up to there)."""
+    """One branch while it runs. `turns` are the places where it can go on: (messages up to there, ids up to there).
+
+    busy: a reply is being generated at its end; another call from the same place becomes a branch.
+    """
 
     builder: BranchBuilder
+    busy: bool = False
     turns: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
 
     @property
@@ -166,14 +173,22 @@ class Model:
         Raises EngineError, EnvError, PayloadError: the episode fails with it unless the environment handles it.
         """
         asked = [_plain(message) for message in messages]
+        if max_tokens is not None and max_tokens < 1:
+            raise EnvError(f"max_tokens = {max_tokens}: a reply has at least one token")
         conversation, prompt = await asyncio.to_thread(self._place, asked, tools)
-        room = min(max_tokens or self.spec.sampling["max_tokens"], self.spec.sampling["max_tokens"])
-        room = min(room, self.spec.max_model_len - len(prompt))
         self._length = len(prompt)
-        if room <= 0 or self.exhausted:
+        if self.exhausted:
             self.stop_reason = self.limit
             return self._completion(Message(role="assistant", content=""), "length", len(prompt), 0)
-        ids, self.stop_reason = await self._reply(conversation, asked, prompt, room)
+        if conversation is None or conversation.busy or not conversation.builder.extends(prompt):
+            conversation = Conversation(self._builder())
+        limits = (max_tokens, self.spec.sampling["max_tokens"], self.spec.max_model_len - len(prompt))
+        room = min(limit for limit in limits if limit is not None)
+        conversation.busy = True
+        try:
+            ids, self.stop_reason = await self._reply(conversation, asked, prompt, room)
+        finally:
+            conversation.busy = False
         message = self._message(ids, tools)
         if ids:
             self._record(conversation, [*asked, dict(message)], len(prompt) + len(ids), len(ids))
@@ -214,21 +229,18 @@ class Model:
 
     # ------------------------------------------------------------------------------------- where a call belongs
 
-    def _place(self, asked: list[dict[str, Any]], tools: Sequence[Any] | None) -> tuple[Conversation, list[int]]:
-        """The conversation a call continues and its prompt ids; a new one where it continues none at its end."""
+    def _place(self, asked: list[dict[str, Any]], tools: Sequence[Any] | None) -> tuple[Conversation | None, list[int]]:
+        """Prompt ids, and the conversation with the longest beginning of these messages (not necessarily all of it)."""
         best: tuple[Conversation, int, int] | None = None
         for conversation in self.conversations:
             for known, length in conversation.turns:
                 if len(known) < len(asked) and asked[: len(known)] == known and (best is None or len(known) > best[1]):
                     best = (conversation, len(known), length)
         if best is None:
-            return Conversation(self._builder()), self._format.prompt(asked, tools)
+            return None, self._format.prompt(asked, tools)
         conversation, count, length = best
         ids = conversation.builder.tokens[:length]
-        prompt = ids + self._format.continuation(ids, asked[count:], tools)
-        if length == len(conversation.builder.tokens):
-            return conversation, prompt
-        return Conversation(self._builder()), prompt
+        return conversation, ids + self._format.continuation(ids, asked[count:], tools)
 
     def _builder(self) -> BranchBuilder:
         fields, chat = self.spec.fields, self._format

@@ -285,6 +285,7 @@ class Pool:
         error = WorkerDied(f"{ended}; its last lines:\n{worker.log_tail}")
         for request in list(worker.requests.values()):
             self._settle(request, error_reply(error), failed=True)
+        self._dispatch()
         if self._closing or self.failed.done():
             return
         log.error("%s", ended)

@@ -26,6 +26,7 @@ from shmrl.wire import pack, unpack
 
 METHODS = ("hello", "health", "info", "tasks", "run_rollout", "run_group", "cancel")
 KEEPS = ("train", "eval", "warmup")
+FIELDS = ("routing", "head", "mask")
 _EPISODE = (
     "task_id", "reward", "rewards", "metrics", "stop_reason", "num_turns", "num_tokens", "version_start", "version_end",
 )  # fmt: skip
@@ -51,6 +52,14 @@ def expect(payload: Mapping[str, Any], method: str, **types: type | tuple[type, 
             raise ProtocolError(f"{method}: {key} is missing")
         if not isinstance(payload[key], kind):
             raise ProtocolError(f"{method}: {key} is a {type(payload[key]).__name__}: {payload[key]!r}"[:300])
+
+
+def check_tag(tag: Any, method: str) -> str:
+    """The tag; ProtocolError unless it names a group or an episode: whatever fails under a tag is discarded by it."""
+    parts = tag.split("/") if isinstance(tag, str) else []
+    if len(parts) < 3 or not all(parts):
+        raise ProtocolError(f"{method}: tag {tag!r} is not run/source/group or run/source/group/episode"[:300])
+    return str(tag)
 
 
 def error_reply(error: BaseException | ErrorInfo) -> bytes:

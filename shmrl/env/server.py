@@ -25,14 +25,13 @@ from shmrl.config import ArenaConfig, EnvServerConfig, ServeConfig
 from shmrl.config.tree import EnvSpec
 from shmrl.env.link import MAX_FRAME
 from shmrl.env.pool import Pool, Request
-from shmrl.env.protocol import error_reply, expect, parse_request
+from shmrl.env.protocol import FIELDS, check_tag, error_reply, expect, parse_request
 from shmrl.errors import ConfigError, ProtocolError, RunError, ServerDied
 from shmrl.node.host import capacity_bytes, read_token
 from shmrl.node.ports import port_in_use
 from shmrl.wire import pack
 
 log = logging.getLogger(__name__)
-FIELDS = ("routing", "head", "mask")
 DEATH_PIPE = "SHMRL_DEATH_PIPE"
 """Environment variable with a descriptor at whose end the server stops: how a sidecar follows its parent."""
 LINGER_MS = 2000
@@ -196,7 +195,7 @@ class EnvServer:
             number, method, payload = parse_request(frames)
             if method != "hello" and identity not in self._clients:
                 raise ProtocolError(f"{method}: say hello with the run's token first")
-            tag = str(payload.get("tag", "")) if method in ("run_rollout", "run_group") else ""
+            tag = _episodes_tag(method, payload)
             reply = await self._reply(identity, number, method, payload, frames[2])
         except Exception as error:
             reply = error_reply(error)
@@ -214,9 +213,7 @@ class EnvServer:
             return pack({"success": True, **self._info()})
         if method == "cancel":
             return self._cancel(identity, payload)
-        if method != "tasks":
-            expect(payload, method, tag=str)
-        return await self._run(identity, number, method, payload, raw)
+        return await self._run(identity, number, method, _episodes_tag(method, payload), raw)
 
     def _hello(self, identity: bytes, payload: dict[str, Any]) -> bytes:
         given = payload.get("token")
@@ -226,8 +223,8 @@ class EnvServer:
         self._clients.add(identity)
         return pack({"success": True})
 
-    async def _run(self, identity: bytes, number: bytes, method: str, payload: dict[str, Any], raw: bytes) -> bytes:
-        request = self._pool.submit(method, raw, payload.get("tag", ""))
+    async def _run(self, identity: bytes, number: bytes, method: str, tag: str, raw: bytes) -> bytes:
+        request = self._pool.submit(method, raw, tag)
         self._requests[identity, number] = request
         try:
             return await request.reply
@@ -239,8 +236,8 @@ class EnvServer:
         expect(payload, "cancel", request_id=bytes)
         request = self._requests.get((identity, payload["request_id"]))
         cancelled = request is not None and self._pool.cancel(request)
-        if (request is None or request.reply.done()) and payload.get("tag"):
-            self._arena.discard(str(payload["tag"]))
+        if (request is None or request.reply.done()) and "tag" in payload:
+            self._arena.discard(check_tag(payload["tag"], "cancel"))
         return pack({"success": True, "cancelled": cancelled})
 
     async def _send(self, identity: bytes, number: bytes, reply: bytes) -> bool:
@@ -293,6 +290,14 @@ class EnvServer:
             "max_concurrent": config.serve.max_concurrent,
             "workers": config.serve.pool.workers,
         }
+
+
+def _episodes_tag(method: str, payload: dict[str, Any]) -> str:
+    """Under which tag a request's blocks are; "" for requests that have none."""
+    if method not in ("run_rollout", "run_group"):
+        return ""
+    expect(payload, method, tag=str)
+    return check_tag(payload["tag"], method)
 
 
 def _is_local(address: str) -> bool:

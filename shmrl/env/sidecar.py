@@ -50,7 +50,7 @@ async def serve_sidecar(
         read_end, write_end = os.pipe()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "shmrl", "env-server", str(file)),
-            env={**os.environ, "SHMRL_TOKEN": token, DEATH_PIPE: str(read_end)},
+            env={**os.environ, "SHMRL_TOKEN": token, DEATH_PIPE: str(read_end), "SHMRL_LOG_LEVEL": "info"},
             pass_fds=[read_end],
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

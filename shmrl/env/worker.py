@@ -23,11 +23,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import setproctitle
 
+from shmrl.arena import Arena
 from shmrl.config.tree import Log
 from shmrl.env.chat import chat_format
 from shmrl.env.interface import Environment, Episode
@@ -37,11 +38,9 @@ from shmrl.env.protocol import KEEPS, episode_to_wire, error_reply, expect, task
 from shmrl.errors import EnvError, ProtocolError, ShmrlError
 from shmrl.inference.client import EngineClient
 from shmrl.monitor.log import setup
+from shmrl.payload import encode
 from shmrl.types import EpisodeResult, ErrorInfo, Sample, Task
 from shmrl.wire import pack, unpack
-
-if TYPE_CHECKING:
-    from shmrl.arena import Arena
 
 log = logging.getLogger("shmrl.env.worker")
 BEAT_S = 0.5
@@ -52,9 +51,9 @@ ENCODERS = 4
 class Worker:
     """Runs what the server sends. `settings` is the server's `start` message (see `pool.py`)."""
 
-    def __init__(self, link: Link, settings: Mapping[str, Any], environment: Environment, arena: Arena) -> None:
-        self.link, self.settings, self.environment, self.arena = link, settings, environment, arena
-        self.tasks = TaskSet(environment)
+    def __init__(self, link: Link, settings: Mapping[str, Any], tasks: TaskSet, arena: Arena) -> None:
+        self.link, self.settings, self.tasks, self.arena = link, settings, tasks, arena
+        self.environment = tasks.environment
         self._running: dict[int, asyncio.Task[None]] = {}
         self._engines: dict[tuple[str, ...], EngineClient] = {}
         self._encoders = ThreadPoolExecutor(ENCODERS, "encode")
@@ -72,9 +71,9 @@ class Worker:
                 task.cancel()
             await asyncio.gather(beat, *self._running.values(), return_exceptions=True)
             await asyncio.gather(*(engine.aclose() for engine in self._engines.values()))
-            await self.environment.teardown()
             self._encoders.shutdown()
             await self.link.flush()
+            await self.environment.teardown()
 
     def _on_frame(self, number: int, kind: str, payload: bytes) -> None:
         if kind == "cancel":
@@ -214,8 +213,6 @@ class Worker:
 
     def _store(self, model: Model, meta: dict[str, Any], tag: str) -> tuple[Sample, ...]:
         """All branches or none: if one does not validate or finds no space, its siblings' blocks are freed."""
-        from shmrl.payload import encode
-
         samples: list[Sample] = []
         limits = {"timeout_s": self.settings["timeout_s"], "on_full": self.settings["on_full"]}
         try:
@@ -235,7 +232,7 @@ class TaskSet:
     """An environment's tasks by index: sequences are indexed, iterators are remembered as far as they were read."""
 
     def __init__(self, environment: Environment) -> None:
-        self._environment = environment
+        self.environment = environment
         self._sets: dict[str, Any] = {}
         self._read: dict[str, tuple[list[Task], Iterator[Task]]] = {}
 
@@ -243,7 +240,7 @@ class TaskSet:
         """Tasks start .. start + n, fewer at the end. TasksetFailed, with what the environment raised as its cause."""
         try:
             if split not in self._sets:
-                self._sets[split] = self._environment.tasks(split)  # type: ignore[arg-type]
+                self._sets[split] = self.environment.tasks(split)  # type: ignore[arg-type]
             return list(self._slice(split, start, n))
         except Exception as error:
             raise TasksetFailed(f"task set {split!r} raised") from error
@@ -289,14 +286,15 @@ def _fatal(error: BaseException) -> bytes:
     return pack({"traceback": text.encode("utf-8", "replace").decode()[-16384:]})
 
 
-async def _load(settings: Mapping[str, Any]) -> Environment:
-    """The environment, set up, its first task read: whatever is wrong with it shows before the first episode."""
+async def _load(settings: Mapping[str, Any]) -> TaskSet:
+    """The environment, set up, and its tasks, the first one read: what is wrong with them shows before any episode."""
     registry = import_module("shmrl.envs.registry")  # environments stand above this room: they are met by name only
     environment: Environment = registry.load(settings["env_id"], settings["env_args"])
     await environment.setup()
-    if not TaskSet(environment).read(settings["split"], 0, 1):
+    tasks = TaskSet(environment)
+    if not tasks.read(settings["split"], 0, 1):
         raise EnvError(f"{settings['env_id']}: the task set of split {settings['split']!r} is empty")
-    return environment
+    return tasks
 
 
 async def _main(end: socket.socket) -> int:
@@ -308,7 +306,7 @@ async def _main(end: socket.socket) -> int:
     setproctitle.setproctitle(f"shmrl:env-worker {settings['name']}/{settings['slot']}")
     setup(f"{settings['name']}/{settings['slot']}", Log(level=settings["log_level"], json=settings["log_json"]))
     try:
-        environment = await _load(settings)
+        tasks = await _load(settings)
     except Exception as error:
         cause = error.__cause__ if isinstance(error, TasksetFailed) and error.__cause__ else error
         log.error("%s cannot be loaded", settings["env_id"], exc_info=cause)
@@ -316,15 +314,13 @@ async def _main(end: socket.socket) -> int:
         await link.flush()
         await link.close()
         return 1
-    from shmrl.arena import Arena
-
     with Arena.attach(settings["arena"]) as arena:
         facts = {
-            "demonstrates": hasattr(environment, "demonstrate"),
-            "scores_groups": hasattr(environment, "score_group"),
+            "demonstrates": hasattr(tasks.environment, "demonstrate"),
+            "scores_groups": hasattr(tasks.environment, "score_group"),
         }
         link.send(0, "ready", pack(facts))
-        serving = asyncio.create_task(Worker(link, settings, environment, arena).run())
+        serving = asyncio.create_task(Worker(link, settings, tasks, arena).run())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
         await asyncio.gather(serving, return_exceptions=True)
     await link.close()

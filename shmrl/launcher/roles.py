@@ -75,8 +75,12 @@ def shmrl(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "shmrl", *map(str, arguments)]
 
 
-def torch_command(ranks: int, arguments: Sequence[str]) -> list[str]:
-    """`shmrl trainer` under torch's launcher, which starts the ranks (PyPI's `torchrun` is another package)."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    timeouts = ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), "--monitor-interval", "0.1"]
-    return [*launcher, *timeouts, "-m", "shmrl", "trainer", *arguments]
+def torch_command(tree: RunTree, arguments: Sequence[str]) -> list[str]:
+    """`shmrl trainer` under torch's launcher, which starts the ranks (PyPI's `torchrun` is another package).
+
+    What it writes about itself goes to the run's socket directory, which is removed at the end, instead of to /tmp.
+    """
+    ranks, scratch = str(tree.trainer.ranks), str(tree.socket_dir / "torch")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    options = ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), "--monitor-interval", "0.1", "--log-dir", scratch]
+    return [*launcher, *options, "-m", "shmrl", "trainer", *arguments]

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 import shmrl
 from shmrl.config import RunTree
 from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, peek_run_dir
+from shmrl.config.tree import Log
 from shmrl.launcher import preflight
 from shmrl.launcher.janitor import Janitor
 from shmrl.launcher.preflight import Budget, size
 from shmrl.launcher.roles import Role, process_table
 from shmrl.launcher.supervisor import Outcome, Supervisor
+from shmrl.monitor.log import to_file
 from shmrl.node.host import exclusive, hosted, needs_tiny_model, tiny_model_command
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
     with exclusive(tree) as sockets, ExitStack() as stack:
         rundir = open_run_dir(tree.run.output_dir, resume=resume, clean=clean)
         rundir.open_logs()
-        stack.enter_context(_log_file(rundir.log("launcher")))
+        stack.enter_context(_log_file(rundir.log("launcher"), tree.log))
         run_id = secrets.token_hex(16)
         janitor = stack.enter_context(Janitor(run_id, rundir.log("launcher")))
         janitor.tell(directory=str(sockets), record=str(rundir.record))
@@ -67,24 +69,24 @@ def run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
 
 
 def _supervise(tree: RunTree, rundir: RunDir, arena: Arena, supervisor: Supervisor, resume: bool) -> Outcome:
-    """Run the process table to its end; a run that finished must have left nothing in the arena."""
+    """Run the process table to its end; an orderly one must have left nothing in the arena."""
     first = None
     if needs_tiny_model(tree):
         first = Role("the tiny model", tiny_model_command(rundir.config("trainer")), rundir.log("launcher"))
     outcome = asyncio.run(supervisor.run(first, process_table(tree, rundir, resume=resume)))
-    return _without_leaks(arena) if outcome.code == 0 else outcome
+    return _without_leaks(arena, outcome) if outcome.orderly else outcome
 
 
-def _without_leaks(arena: Arena) -> Outcome:
-    """Success, unless blocks are left or more were created than freed."""
+def _without_leaks(arena: Arena, outcome: Outcome) -> Outcome:
+    """The outcome, unless blocks are left or more were created than freed."""
     arena.sweep()
     stats = arena.stats(exact=True)
     if stats["blocks"] == 0 and stats["created"] == stats["freed"]:
-        return Outcome(0, "finished", "")
+        return outcome
     for row in arena.ls()[:20]:
         log.error("left in the arena: %s", row)
     counts = f"{stats['blocks']} blocks left, {stats['created']} created, {stats['freed']} freed"
-    return Outcome(1, "failed", f"the run finished, but its arena leaks: {counts}")
+    return Outcome(1, "failed", f"every role finished, but the arena leaks: {counts}")
 
 
 def _checkpoint_name(output_dir: Path) -> str:
@@ -93,10 +95,9 @@ def _checkpoint_name(output_dir: Path) -> str:
 
 
 @contextmanager
-def _log_file(path: Path) -> Iterator[None]:
+def _log_file(path: Path, config: Log) -> Iterator[None]:
     """While entered, what the launcher logs goes to its file too."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s launcher %(name)s: %(message)s"))
+    handler = to_file(path, "launcher", config)
     logging.getLogger().addHandler(handler)
     try:
         yield

@@ -39,11 +39,15 @@ _ELASTIC = re.compile(r"torch.distributed.elastic.*failed \(exitcode")  # after 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: the launcher's exit code, the status for run.json, and why in one line."""
+    """How a run ended: the launcher's exit code, the status for run.json, and why in one line.
+
+    orderly: every final role finished by itself, so nothing may be left in the arena.
+    """
 
     code: int
     status: str
     reason: str
+    orderly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class Supervisor:
     async def _watch(self, roles: Sequence[Role]) -> Outcome:
         """Start these roles and take events until the run is over. Without final roles, every role is awaited."""
         awaited = {role.name for role in roles if role.final} or {role.name for role in roles}
+        self._finished = 0.0
         for role in roles:
             await self._start(role)
         while awaited:
@@ -134,8 +139,8 @@ class Supervisor:
             if outcome is not None:
                 return outcome
         if self._interrupts:
-            return Outcome(130, "interrupted", "stopped by Ctrl-C after draining; continue with --resume")
-        return Outcome(0, "finished", "")
+            return Outcome(130, "interrupted", "stopped by Ctrl-C after draining; continue with --resume", orderly=True)
+        return Outcome(0, "finished", "", orderly=True)
 
     def _remind(self, awaited: set[str]) -> None:
         """Say now and then who is awaited, once some have finished: a run that hangs at its end must say where."""

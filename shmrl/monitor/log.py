@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from pathlib import Path
 
 from shmrl.config.tree import Log
 
@@ -20,16 +21,25 @@ _QUIET = ("aiohttp.access", "asyncio", "httpx", "urllib3", "filelock")
 def setup(role: str, log: Log) -> None:
     """Send this process's log to stderr under `role`. `SHMRL_LOG_LEVEL` wins over the file's level."""
     level = os.environ.get("SHMRL_LOG_LEVEL", log.level).upper()
-    handler = _rich_handler(role) if sys.stderr.isatty() and not log.json_lines else logging.StreamHandler()
-    if log.json_lines:
-        handler.setFormatter(JsonFormatter())
-    elif not sys.stderr.isatty():
-        handler.setFormatter(logging.Formatter(_TEXT, datefmt="%H:%M:%S"))
-    handler.addFilter(_Role(role))
+    if sys.stderr.isatty() and not log.json_lines:
+        handler = _rich_handler(role)
+    else:
+        handler = _plain(logging.StreamHandler(), role, log)
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def to_file(path: Path, role: str, log: Log) -> logging.Handler:
+    """A handler that appends this process's log to a file too; the caller adds it to the root logger and closes it."""
+    return _plain(logging.FileHandler(path), role, log)
+
+
+def _plain(handler: logging.Handler, role: str, log: Log) -> logging.Handler:
+    handler.setFormatter(JsonFormatter() if log.json_lines else logging.Formatter(_TEXT, datefmt="%H:%M:%S"))
+    handler.addFilter(_Role(role))
+    return handler
 
 
 class _Role(logging.Filter):
@@ -66,5 +76,5 @@ def _rich_handler(role: str) -> logging.Handler:
     from rich.logging import RichHandler
 
     handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
-    handler.setFormatter(logging.Formatter(f"{role} %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"{role}: %(message)s"))
     return handler

@@ -27,7 +27,7 @@ from shmrl.orchestrator.sources import Source
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Running:
     """A group under way: how many of its episodes have their permit, and the requests that run now."""
 

@@ -154,6 +154,7 @@ class Orchestrator:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     async def _steps(self, completed: int) -> None:
+        """Collect step n + 1 while step n is trained, to the last step or until the run drains."""
         training: asyncio.Task[None] | None = None
         self._stepping = True
         self.dispatcher.collecting(completed + 1)
@@ -165,7 +166,10 @@ class Orchestrator:
             if training is not None:
                 await training
             if batch is None:
-                return
+                break
+            if self._draining:
+                self.sink.give_up(batch.episodes)
+                break
             training = self.spawn(self._train(batch, collect_s))
         if training is not None:
             await training
@@ -202,7 +206,7 @@ class Orchestrator:
         await self._serve(path, step)
         metrics = await self.link.report(step, "train")
         self.ledger.report(step)
-        if due:
+        if due and not self._draining:
             metrics |= await self._evaluate(step)
             self.dispatcher.resume()
         await self.report.end(batch, metrics, sent)
@@ -229,7 +233,7 @@ class Orchestrator:
             pad_to_multiple_of=self.tree.trainer.pad_to_multiple_of,
         )
 
-    # --- evaluation ----------------------------------------------------------------------------------
+    # --- evaluation ----------------------------------------------------------------------------------------------
 
     def _eval_due(self, step: int) -> bool:
         return any(self._wants(sink, step) for sink in self.evals)
@@ -258,6 +262,7 @@ class Orchestrator:
         else:
             log.info("draining: the step being trained is finished; the next signal stops at once")
             self._draining = True
+            self.dispatcher.pause()
             self._wake.set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

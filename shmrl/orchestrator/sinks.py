@@ -28,7 +28,7 @@ BARREN_BATCHES = 10
 SOLVED = 1.0 - 1e-9
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """Episodes of one task, scored together. `results` are the successful ones, their blocks held by the ledger.
 
@@ -43,7 +43,7 @@ class Group:
     results: list[EpisodeResult] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Scored:
     """One scored episode: `samples` carry its advantage, and are empty once there is nothing to train in it."""
 
@@ -200,21 +200,24 @@ class TrainSink:
         """Lag = the version trained on (step - 1) minus the version at the episode's first generated token."""
         oldest = step - 1 - self._tree.orchestrator.max_off_policy_steps
         for episodes in self._buffer:
-            for episode in [item for item in episodes if item.result.version_start < oldest]:
-                episodes.remove(episode)
-                if episode.samples:
+            for episode in episodes:
+                if episode.samples and episode.result.version_start < oldest:
                     self._ledger.release(episode.samples)
                     self._episodes.end("stale")
+            episodes[:] = [episode for episode in episodes if episode.result.version_start >= oldest]
         self._buffer = deque(episodes for episodes in self._buffer if episodes)
 
-    def close(self) -> None:
-        """Release what is buffered; its episodes end as cancelled."""
-        for episodes in self._buffer:
-            kept = [episode for episode in episodes if episode.samples]
-            self._episodes.end("cancelled", len(kept))
-            for episode in kept:
+    def give_up(self, episodes: Sequence[Scored]) -> None:
+        """These will not ship, because the run ends: release them; their outcome is cancelled."""
+        for episode in episodes:
+            if episode.samples:
                 self._ledger.release(episode.samples)
-        self._buffer.clear()
+                self._episodes.end("cancelled")
+
+    def close(self) -> None:
+        """Give up what is buffered."""
+        while self._buffer:
+            self.give_up(self._buffer.popleft())
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation

@@ -169,7 +169,8 @@ class RankLoop:
             self._source,
         )
         self._saved = self.step
-        log.info("checkpoint of step %d in %.1f s", self.step, time.monotonic() - began)
+        if self._ranks.rank == 0:
+            log.info("checkpoint of step %d in %.1f s", self.step, time.monotonic() - began)
 
 
 def learning_rate(trainer: Trainer, max_steps: int, step: int) -> float:

@@ -50,7 +50,12 @@ class Ranks:
         """
         if fsdp:
             return self._shard(policy, bfloat16)
-        return DistributedDataParallel(policy, broadcast_buffers=False) if self.world > 1 else policy
+        if self.world == 1:
+            return policy
+        buffers = [name for name, _ in policy.named_buffers()]  # every rank has loaded the same ones, and none changes
+        ddp: Any = DistributedDataParallel
+        ddp._set_params_and_buffers_to_ignore_for_model(policy, buffers)
+        return DistributedDataParallel(policy)
 
     @staticmethod
     def _shard(policy: Policy, bfloat16: bool) -> nn.Module:

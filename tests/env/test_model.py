@@ -1,7 +1,9 @@
 """The model client alone: how calls become branches, how limits end a conversation, what is recorded."""
 
+import asyncio
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from shmrl.env.chat import chat_format
@@ -62,6 +64,16 @@ async def test_a_call_that_does_not_continue_starts_a_branch_on_the_same_ids(mak
     assert one.loss_mask[:shared].any()
     assert not two.loss_mask[:shared].any()
     assert (three.meta["branch"], one.S + two.S + three.S) == (2, model.num_tokens)
+
+
+async def test_two_calls_from_the_same_place_at_once_are_two_branches(make, engine):
+    model = make()
+    first = (await model.create(messages=[USER])).choices[0].message
+    asked = [USER, first, {"role": "user", "content": "b"}]
+    await asyncio.gather(model.create(messages=asked), model.create(messages=asked))
+    one, two = model.branches({})
+    assert np.array_equal(one.tokens, two.tokens)
+    assert model.num_tokens == one.S + two.S
 
 
 async def test_an_aborted_reply_goes_on_where_it_stopped(make, engine):
@@ -194,6 +206,8 @@ async def test_a_scripted_model_records_what_it_is_told(model_dir, spec):
 async def test_a_message_that_is_none_is_refused(make):
     with pytest.raises(EnvError, match="role and a content"):
         await make().create(messages=["hello"])
+    with pytest.raises(EnvError, match="max_tokens = 0"):
+        await make().create(messages=[USER], max_tokens=0)
 
 
 def test_a_model_map_is_checked(spec):
@@ -201,6 +215,8 @@ def test_a_model_map_is_checked(spec):
         ModelSpec.from_wire({"tokenizer": "", "sampling": {}, "colour": 1})
     with pytest.raises(ProtocolError, match=r"a map with max_tokens, not \{\}"):
         ModelSpec.from_wire({**spec(), "sampling": {}})
+    with pytest.raises(ProtocolError, match="there are routing, head, mask"):
+        ModelSpec.from_wire(spec(fields=["routng"]))
     with pytest.raises(ProtocolError, match="not list"):
         ModelSpec.from_wire([])
     assert ModelSpec.from_wire({**spec(), "logprobs_mode": "raw_logprobs"}).logprobs_mode == "raw"

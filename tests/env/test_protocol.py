@@ -53,6 +53,7 @@ async def test_garbage_gets_a_typed_error_and_the_next_request_works(hosted):
             ((b"9", b"health", pack([1])), "the payload is a list"),
             ((b"10", b"health", msgpack.packb({1: 2})), "text keys"),
             ((b"11", b"run_rollout", pack({})), "tag is missing"),
+            ((b"11b", b"run_rollout", pack({"tag": "run"})), "tag 'run' is not run/source/group"),
             ((b"12", b"run_rollout", pack({"tag": "a/b/c/d"})), "task is missing"),
             ((b"13", b"tasks", pack({"split": "train", "start": "0", "n": 1})), "start is a str"),
             ((b"13b", b"tasks", pack({"split": "train", "start": -1, "n": 1})), "both count from 0"),
@@ -61,7 +62,7 @@ async def test_garbage_gets_a_typed_error_and_the_next_request_works(hosted):
                 (
                     b"15",
                     b"run_rollout",
-                    pack({"tag": "t", "task": [1, {}, 0], "model": {}, "seed": 0, "keep": "train"}),
+                    pack({"tag": "a/b/c", "task": [1, {}, 0], "model": {}, "seed": 0, "keep": "train"}),
                 ),
                 "task",
             ),

@@ -73,7 +73,7 @@ def test_the_run_ends_with_zero_when_the_final_roles_have_finished_and_servers_a
     launcher = launch(server("env"), "orchestrator|fd|pass", "trainer|f|import time; time.sleep(0.2)")
     code, output = launcher.finish()
     assert code == 0, output
-    assert "Outcome(code=0, status='finished', reason='')" in output
+    assert "Outcome(code=0, status='finished', reason='', orderly=True)" in output
     gone(launcher.pid("env"))
 
 
@@ -107,7 +107,7 @@ def test_a_role_whose_failure_is_seen_after_the_orchestrators_is_the_cause(launc
     code, output = launch(server("env"), "orchestrator|fd|raise SystemExit(1)", f"trainer|f|{late}").finish()
     assert code == 1
     assert "orchestrator exited with code 1" in output
-    assert "Outcome(code=1, status='failed', reason='trainer exited with code 3')" in output
+    assert "Outcome(code=1, status='failed', reason='trainer exited with code 3'," in output
 
 
 def test_a_server_that_exits_with_zero_is_a_failure_too(launch):

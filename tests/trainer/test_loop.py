@@ -46,6 +46,7 @@ def start_trainer(tmp_path):
         file = tmp_path / "trainer.toml"
         file.write_text(dump_toml(tree))
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tree.trainer.ranks)]
+        launch += ["--log-dir", str(tmp_path)]  # else torch leaves one in /tmp
         process = subprocess.Popen(
             [sys.executable, *launch, "-m", "shmrl", "trainer", str(file)],
             env={**os.environ, "OMP_NUM_THREADS": "1", "SHMRL_TOKEN": TOKEN},

@@ -24,6 +24,7 @@ def on_ranks(tree, packed, tmp_path, *modes):
     (tmp_path / "tree.toml").write_text(dump_toml(tree))
     (tmp_path / "batches").write_bytes(wire.pack([[micro_batch_to_wire(b) for b in rank] for rank in packed]))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(packed))]
+    launch += ["--log-dir", str(tmp_path)]  # else torch leaves one in /tmp
     arguments = [str(tmp_path / name) for name in ("tree.toml", "batches", "")]
     process = subprocess.run(
         [sys.executable, *launch, str(SCRIPT), *arguments, *modes],

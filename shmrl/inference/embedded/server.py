@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import random
@@ -21,7 +22,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import psutil
 from aiohttp import web
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -32,6 +32,7 @@ from shmrl.inference.embedded.engine import Engine
 from shmrl.inference.embedded.model import DTYPES, Model
 from shmrl.inference.embedded.params import BadRequest, Limits
 from shmrl.inference.embedded.rows import Request, Row, make_rows
+from shmrl.node.ports import port_in_use
 
 log = logging.getLogger(__name__)
 LOAD_METHOD = "shmrl_load_weights"
@@ -359,16 +360,10 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise PortInUse(f"cannot listen on {host}:{port}: {error.strerror}{_holder(port)}") from None
+        if error.errno == errno.EADDRINUSE:
+            raise port_in_use(port, "inference") from None
+        raise PortInUse(f"inference: cannot bind {host}:{port}: {error.strerror}") from None
     return listener
-
-
-def _holder(port: int) -> str:
-    with contextlib.suppress(psutil.Error, OSError):
-        for found in psutil.net_connections("tcp"):
-            if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
-                return f" (held by pid {found.pid}, {psutil.Process(found.pid).name()})"
-    return ""
 
 
 def _tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
