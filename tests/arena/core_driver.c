@@ -1,5 +1,5 @@
-/* The C core alone, over malloc'd or anonymous shared memory: `threads` for ThreadSanitizer, `takeover` and
- * `stopped` for the lock.
+/* The C core alone, over malloc'd or anonymous shared memory: `threads` and `duel` for races, `takeover`
+ * and `stopped` for the lock, `wrap` for the last generation.
  *
  * Built and run by test_core.py. Every "process" of the core is a thread, or a forked child that is killed.
  * Prints "ok" or what is wrong.
@@ -19,13 +19,14 @@
 
 #define CAPACITY (8u << 20)
 #define THREADS  4
-#define ROUNDS   30000
+#define ROUNDS   6000
+#define DUELS    200000
 #define BOARD    32
 
 static uint8_t *ctl, *data;
 static uint64_t ctl_size;
 static uint64_t board[BOARD]; /* slot | generation << 32 of blocks that may exist */
-static int faults;
+static int faults, reads;
 
 static int nobody_dies(void *ctx, unsigned p) {
     return 0;
@@ -66,21 +67,33 @@ static uint64_t rnd(uint64_t *state) {
     return *state = *state * 6364136223846793005u + 1442695040888963407u, *state >> 33;
 }
 
+static void free_block(srl_arena *a, uint64_t at) {
+    uint32_t slot = (uint32_t)at, gen = (uint32_t)(at >> 32);
+    uint64_t nonce = srl_load_relaxed(&srl_at(a, slot)->nonce);
+    if (srl_adopt(a, slot, gen, nonce) == 0)
+        srl_free(a, slot, gen, nonce);
+}
+
+/* On the board for everybody; what was there before is freed, or the arena fills up with blocks nobody knows.
+ */
 static void write_block(srl_arena *a, uint64_t *state) {
     static const uint32_t sizes[] = {0, 40, 256, 1000, 5000, 33000, 65536, 200000};
     srl_request r = {.nbytes = sizes[rnd(state) % 8], .tag = "run/x", .tag_len = 5};
-    if (srl_reserve(a, &r, srl_now_ns(CLOCK_MONOTONIC) + 1000000000u))
+    if (srl_reserve(a, &r, srl_now_ns(CLOCK_MONOTONIC) + 1000000000u)) {
+        wrong("no room");
         return;
+    }
     memset(data + r.offset, (int)(r.nonce & 255), r.nbytes);
     if (rnd(state) % 8 == 0)
         srl_abort(a, r.slot, r.generation);
     else if (srl_seal(a, r.slot, r.generation, 0, 0, true) == 0)
-        srl_store_sc(board + rnd(state) % BOARD, (uint64_t)r.generation << 32 | r.slot);
+        free_block(a, srl_swap_sc(board + rnd(state) % BOARD, (uint64_t)r.generation << 32 | r.slot));
 }
 
 static void read_block(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
     if (srl_acquire(a, slot, gen, nonce))
         return;
+    __atomic_fetch_add(&reads, 1, __ATOMIC_RELAXED);
     const srl_block *b = srl_at(a, slot);
     uint64_t n = srl_load_relaxed(&b->nbytes);
     for (uint64_t i = 0; i < n; i++)
@@ -105,8 +118,7 @@ static void *worker(void *arg) {
             write_block(&a, &state);
             break;
         case 2:
-            if (srl_adopt(&a, slot, gen, nonce) == 0)
-                srl_free(&a, slot, gen, nonce);
+            free_block(&a, at);
             break;
         case 3:
             if (srl_adopt(&a, slot, gen, nonce) == 0 && srl_ship(&a, slot, gen, nonce, 2, 1) == 0)
@@ -151,6 +163,41 @@ static void threads(void) {
         pthread_create(t + i, NULL, worker, (void *)i);
     for (size_t i = 0; i < THREADS; i++)
         pthread_join(t[i], NULL);
+    if (reads < ROUNDS / 10)
+        wrong("hardly a read found its block");
+    check_clean(0);
+}
+
+static void *owner(void *arg) {
+    srl_arena *a = arg;
+    for (int i = 0; i < DUELS; i++) {
+        srl_request r = {.tag = "run/d", .tag_len = 5};
+        if (srl_reserve(a, &r, srl_now_ns(CLOCK_MONOTONIC) + 1000000000u) ||
+            srl_seal(a, r.slot, r.generation, 0, 0, true))
+            i = DUELS, wrong("no block");
+        srl_store_sc(board, (uint64_t)r.generation << 32 | r.slot);
+        if (i < DUELS && srl_free(a, r.slot, r.generation, r.nonce))
+            wrong("not freed");
+    }
+    srl_store_sc(board, UINT64_MAX);
+    return NULL;
+}
+
+/* A freer and a reader over one slot: every acquire meets a block that is being freed, or its next
+ * generation. */
+static void duel(void) {
+    pthread_t t;
+    srl_arena a, b;
+    make(zeroed);
+    attach(&a, 0, nobody_dies);
+    attach(&b, 1, nobody_dies);
+    pthread_create(&t, NULL, owner, &a);
+    for (uint64_t at; (at = srl_load_sc(board)) != UINT64_MAX;) {
+        uint32_t slot = (uint32_t)at;
+        if (srl_acquire(&b, slot, (uint32_t)(at >> 32), srl_load_relaxed(&srl_at(&b, slot)->nonce)) == 0)
+            srl_release(&b, slot);
+    }
+    pthread_join(t, NULL);
     check_clean(0);
 }
 
@@ -244,8 +291,9 @@ int main(int argc, char **argv) {
     struct {
         const char *name;
         void (*run)(void);
-    } modes[] = {{"threads", threads}, {"takeover", takeover}, {"stopped", stopped}, {"wrap", wrap}};
-    for (int i = 0; i < 4; i++)
+    } modes[] = {
+        {"threads", threads}, {"duel", duel}, {"takeover", takeover}, {"stopped", stopped}, {"wrap", wrap}};
+    for (int i = 0; i < 5; i++)
         if (argc == 2 && !strcmp(argv[1], modes[i].name))
             modes[i].run();
     printf(faults ? "%d faults\n" : "ok\n", faults);

@@ -42,7 +42,9 @@ def run(binary, mode):
 
 
 def test_threads_under_thread_sanitizer(built):
-    run(built("tsan", "-fsanitize=thread"), "threads")
+    binary = built("tsan", "-fsanitize=thread")
+    run(binary, "threads")
+    run(binary, "duel")
 
 
 def test_threads_and_wrap_under_address_and_undefined_sanitizers(built):
@@ -53,5 +55,6 @@ def test_threads_and_wrap_under_address_and_undefined_sanitizers(built):
 
 def test_the_lock_of_a_dead_process_is_taken_over_and_of_a_stopped_one_is_not(built):
     binary = built("plain")
+    run(binary, "duel")
     run(binary, "takeover")
     run(binary, "stopped")
