@@ -80,7 +80,6 @@ class Episodes:
 
     def __init__(self, ledger: Ledger, run_id: str, permits: int, fail_limit: int) -> None:
         self.permits = asyncio.Semaphore(permits)
-        self.reply_bytes = self.reply_samples = 0  # of train episodes, since the last step's report
         self.rejected = 0  # episodes whose arrays did not validate
         self._ledger, self._run_id, self._fail_limit = ledger, run_id, fail_limit
         self._counts: Counter[Outcome] = Counter()
@@ -148,9 +147,6 @@ class Episodes:
             self._ledger.adopt(result.samples, tag)
         except LostPayload as error:
             return _failed(ask, ErrorInfo.of(error))[0]
-        if ask.keep == "train":
-            self.reply_bytes += result.wire_bytes
-            self.reply_samples += len(result.samples)
         if result.success and math.isfinite(result.reward):
             self._failures.clear()
             return result

@@ -36,7 +36,7 @@ from shmrl.orchestrator.report import StepReport
 from shmrl.orchestrator.sinks import Batch, EvalSink, TrainSink
 from shmrl.orchestrator.sources import Source
 from shmrl.orchestrator.warmup import WarmUp
-from shmrl.payload import micro_batch_to_wire, pack
+from shmrl.payload import micro_batches_to_wire, pack
 from shmrl.types import MicroBatch, Sample
 
 log = logging.getLogger(__name__)
@@ -218,9 +218,7 @@ class Orchestrator:
         common = {"kind": kind, "step": step, "loss_tokens": sum(sample.S for sample in samples), **extra}
         return sum(
             [
-                await self.link.send(
-                    rank, {**common, "micro_batches": [micro_batch_to_wire(micro) for micro in micros]}
-                )
+                await self.link.send(rank, {**common, "micro_batches": micro_batches_to_wire(micros)})
                 for rank, micros in enumerate(ranks)
             ]
         )

@@ -55,7 +55,7 @@ class StepReport:
     async def end(self, batch: Batch, trainer: Mapping[str, float], sent_bytes: int) -> None:
         """After the step is durable: add the trainer's share and the state of arena, processes and episodes; write."""
         record = {**self._record, **trainer, "time/step": time.monotonic() - self._last}
-        record |= self._outcomes() | self._room() | self._process(len(batch.samples), sent_bytes)
+        record |= self._outcomes() | self._room() | self._process(batch, sent_bytes)
         self.write(record | await self._servers())
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -86,11 +86,11 @@ class StepReport:
         found: dict[str, float] = {f"arena/{name}": stats[name] for name in ARENA_METRICS}
         return found | {"arena/used_fraction": stats["used_bytes"] / stats["capacity_bytes"]}
 
-    def _process(self, samples: int, sent_bytes: int) -> dict[str, float]:
+    def _process(self, batch: Batch, sent_bytes: int) -> dict[str, float]:
         """Memory, loop lag, and bytes per sample on the sockets: its reply plus its share of the step's messages."""
-        episodes = self._episodes
-        received, sent = episodes.reply_bytes / max(episodes.reply_samples, 1), sent_bytes / max(samples, 1)
-        episodes.reply_bytes = episodes.reply_samples = 0
+        replies = [episode.result for episode in batch.episodes if episode.result.samples]
+        received = sum(reply.wire_bytes for reply in replies) / sum(len(reply.samples) for reply in replies)
+        sent = sent_bytes / len(batch.samples)
         resident, anonymous = rss_bytes()
         return {
             "orchestrator/rss_bytes": resident,

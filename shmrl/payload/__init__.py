@@ -17,7 +17,7 @@ from shmrl.payload.pack import pack
 from shmrl.payload.plan import zigzag
 from shmrl.payload.registry import ragged, register_field
 from shmrl.payload.routing import Routing
-from shmrl.payload.wireform import micro_batch_from_wire, micro_batch_to_wire, sample_from_wire, sample_to_wire
+from shmrl.payload.wireform import micro_batches_from_wire, micro_batches_to_wire, sample_from_wire, sample_to_wire
 
 __all__ = [
     "Branch",
@@ -27,8 +27,8 @@ __all__ = [
     "TensorBatch",
     "assemble",
     "encode",
-    "micro_batch_from_wire",
-    "micro_batch_to_wire",
+    "micro_batches_from_wire",
+    "micro_batches_to_wire",
     "pack",
     "ragged",
     "read_header",

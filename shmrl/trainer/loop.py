@@ -21,7 +21,7 @@ from shmrl.config.rundir import latest_checkpoint
 from shmrl.config.tree import Trainer
 from shmrl.errors import RunError
 from shmrl.node.host import read_token
-from shmrl.payload import micro_batch_from_wire
+from shmrl.payload import micro_batches_from_wire
 from shmrl.trainer import checkpoint, weights
 from shmrl.trainer.link import OrchestratorLink
 from shmrl.trainer.models import load_policy
@@ -185,4 +185,4 @@ def learning_rate(trainer: Trainer, max_steps: int, step: int) -> float:
 
 
 def _batches(message: dict[str, Any]) -> list[MicroBatch]:
-    return [micro_batch_from_wire(item) for item in message["micro_batches"]]
+    return micro_batches_from_wire(message["micro_batches"])

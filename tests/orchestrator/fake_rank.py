@@ -13,7 +13,7 @@ from shmrl import wire
 from shmrl.arena import Arena
 from shmrl.config import load_run
 from shmrl.node.host import read_token
-from shmrl.payload import assemble, micro_batch_from_wire
+from shmrl.payload import assemble, micro_batches_from_wire
 
 
 def main(file, rank, step):
@@ -35,7 +35,7 @@ def main(file, rank, step):
                 if rank == 0:
                     say(kind="published", version=step, path=str(tree.weights_dir(step)))
                 continue
-            micro_batches = [micro_batch_from_wire(item) for item in message["micro_batches"]]
+            micro_batches = micro_batches_from_wire(message["micro_batches"])
             record(tree, rank, message, micro_batches, [assemble(arena, micro) for micro in micro_batches])
             arena.done([handle for micro in micro_batches for handle in micro.handles])
             if kind == "step":

@@ -55,10 +55,10 @@ num_examples = 5
 class Site:
     """One run's processes around the orchestrator, in one output directory; `async with` starts the env servers."""
 
-    def __init__(self, directory, model, engine, text=CONFIG, **flags):
+    def __init__(self, directory, model, engine, text=CONFIG, capacity="64MiB", **flags):
         self.out, self.engine, self.children = directory / "out", engine, []
         self.out.mkdir()
-        self.arena = Arena.create(capacity="64MiB", run_id="orc")
+        self.arena = Arena.create(capacity=capacity, run_id="orc")
         (directory / "token").write_text("0123456789abcdef" * 2)
         source = directory / "run.toml"
         source.write_text(text.replace("MODEL", str(model)).replace("URL", engine.url))
@@ -108,7 +108,7 @@ class Site:
         """Ranks and orchestrator from start to end: (exit code, output)."""
         ranks = await self.ranks(step)
         process = await self.spawn("-m", "shmrl", "orchestrator", self.file, *options)
-        output, _ = await asyncio.wait_for(process.communicate(), 120)
+        output, _ = await asyncio.wait_for(process.communicate(), 200)
         for rank in ranks:
             if process.returncode == 0:
                 await asyncio.wait_for(rank.communicate(), 20)

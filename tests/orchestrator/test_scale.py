@@ -6,7 +6,7 @@ import time
 from shmrl import wire
 from shmrl.arena import Arena
 from shmrl.monitor.metrics import rss_bytes
-from shmrl.payload import micro_batch_to_wire, pack, sample_from_wire, sample_to_wire
+from shmrl.payload import micro_batches_to_wire, pack, sample_from_wire, sample_to_wire
 from shmrl.types import EpisodeResult
 from tests.orchestrator.conftest import finish, until
 from tests.orchestrator.fakes import Client, sample, tree
@@ -53,7 +53,7 @@ async def test_a_thousand_replies_in_a_second(tmp_path, arena, worker, parts):
     batch = p.sink.cut(1)
     ranks = pack(batch.samples, seq_len=4096, num_ranks=2)
     p.ledger.ship(ranks, 1)
-    sizes = [len(wire.pack([micro_batch_to_wire(micro) for micro in micros])) for micros in ranks]
+    sizes = [len(wire.pack(micro_batches_to_wire(micros))) for micros in ranks]
     assert rss_bytes()[1] - anonymous < 2 << 20 < payload_bytes
     assert sum(sizes) / len(batch.samples) <= 512
     for task in running:

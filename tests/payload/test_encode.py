@@ -8,8 +8,8 @@ from shmrl.errors import LostPayload, PayloadError
 from shmrl.payload import (
     Branch,
     encode,
-    micro_batch_from_wire,
-    micro_batch_to_wire,
+    micro_batches_from_wire,
+    micro_batches_to_wire,
     pack,
     read_header,
     read_text,
@@ -111,13 +111,23 @@ def test_a_reference_does_not_grow_with_its_tokens(arena):
         wire = msgpack.packb(sample_to_wire(sample))
         assert sample_from_wire(msgpack.unpackb(wire)) == sample
         batch = MicroBatch((sample,), padding=7, fields=sample.fields, shapes=sample.meta["shapes"])
-        batch_wire = msgpack.packb(micro_batch_to_wire(batch))
-        assert micro_batch_from_wire(msgpack.unpackb(batch_wire)) == batch
+        batch_wire = msgpack.packb(micro_batches_to_wire([batch]))
+        assert micro_batches_from_wire(msgpack.unpackb(batch_wire)) == [batch]
         sizes.append(len(wire))
         batches.append(len(batch_wire))
     assert max(sizes) <= 400
     assert sizes[1] - sizes[0] <= 32
     assert batches[1] - batches[0] <= 32
+
+
+def test_what_samples_have_in_common_is_sent_once(arena):
+    plain = [encode(arena, make(9, 3, meta=META), tag=f"run/source/g/{i}") for i in range(8)]
+    other = encode(arena, make(9, 3, fields=(), meta={**META, "temperature": 0.5}), tag="run/other/g/8")
+    batches = [MicroBatch(tuple(plain[:4])), MicroBatch(tuple(plain[4:]), padding=3), MicroBatch((), padding=5)]
+    for sent in (batches, [*batches, MicroBatch((other,))], []):
+        assert micro_batches_from_wire(msgpack.unpackb(msgpack.packb(micro_batches_to_wire(sent)))) == sent
+    alone = sum(len(msgpack.packb(sample_to_wire(sample))) for sample in plain)
+    assert len(msgpack.packb(micro_batches_to_wire(batches))) < alone / 1.4
 
 
 def test_unknown_meta_survives_the_wire(arena):

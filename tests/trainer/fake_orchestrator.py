@@ -5,7 +5,7 @@ from pathlib import Path
 import zmq
 
 from shmrl import wire
-from shmrl.payload import micro_batch_to_wire
+from shmrl.payload import micro_batches_to_wire
 
 
 class FakeOrchestrator:
@@ -39,7 +39,7 @@ class FakeOrchestrator:
 
     def ship(self, kind, step, packed, **more):
         for rank, peer in self._peers.items():
-            batches = [micro_batch_to_wire(batch) for batch in packed[rank]]
+            batches = micro_batches_to_wire(packed[rank])
             message = {"kind": kind, "step": step, "run_id": "test", "micro_batches": batches, "loss_tokens": 0}
             self._socket.send_multipart([peer, wire.pack(message | {"state": {}} | more)])
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shmrl import wire
 from shmrl.arena import Arena
 from shmrl.config import load_run
-from shmrl.payload import micro_batch_from_wire
+from shmrl.payload import micro_batches_from_wire
 from shmrl.trainer.models import load_policy
 from shmrl.trainer.parallel import Ranks
 from shmrl.trainer.step import Stepper
@@ -51,7 +51,7 @@ def gradients(tree, ranks, arena, micro_batches):
 def main(toml, batches, out, *modes):
     tree = load_run([Path(toml)])
     ranks = Ranks("cpu")
-    mine = [micro_batch_from_wire(item) for item in wire.unpack(Path(batches).read_bytes())[ranks.rank]]
+    mine = micro_batches_from_wire(wire.unpack(Path(batches).read_bytes())[ranks.rank])
     with Arena.attach(tree.arena.address, reader=ranks.rank) as arena:
         for mode in modes:
             changed = tree.model_copy(update={"trainer": tree.trainer.model_copy(update=MODES[mode])})

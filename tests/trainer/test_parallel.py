@@ -10,7 +10,7 @@ import torch
 
 from shmrl import wire
 from shmrl.config import dump_toml
-from shmrl.payload import micro_batch_to_wire
+from shmrl.payload import micro_batches_to_wire
 from shmrl.trainer.parallel import Ranks
 from tests.trainer.rank_gradients import gradients
 from tests.trainer.samples import put, ship
@@ -22,7 +22,7 @@ TRAINER = {"optimizer": {"max_grad_norm": 1e9}, "loss": {"score_centering": True
 def on_ranks(tree, packed, tmp_path, *modes):
     """{mode: (gradients, metrics)} of one launch with len(packed) ranks."""
     (tmp_path / "tree.toml").write_text(dump_toml(tree))
-    (tmp_path / "batches").write_bytes(wire.pack([[micro_batch_to_wire(b) for b in rank] for rank in packed]))
+    (tmp_path / "batches").write_bytes(wire.pack([micro_batches_to_wire(rank) for rank in packed]))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(packed))]
     launch += ["--log-dir", str(tmp_path)]  # else torch leaves one in /tmp
     arguments = [str(tmp_path / name) for name in ("tree.toml", "batches", "")]
