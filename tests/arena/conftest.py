@@ -9,6 +9,8 @@ import pytest
 
 from shmrl.arena import Arena
 
+UNSHARE = ["unshare"] if os.geteuid() == 0 else ["unshare", "-r"]
+
 
 class Helper:
     """A fresh interpreter that runs `module.function(*args)` and speaks lines; `kill()` is SIGKILL."""

@@ -193,9 +193,13 @@ static void duel(void) {
     attach(&b, 1, nobody_dies);
     pthread_create(&t, NULL, owner, &a);
     for (uint64_t at; (at = srl_load_sc(board)) != UINT64_MAX;) {
-        uint32_t slot = (uint32_t)at;
-        if (srl_acquire(&b, slot, (uint32_t)(at >> 32), srl_load_relaxed(&srl_at(&b, slot)->nonce)) == 0)
-            srl_release(&b, slot);
+        uint32_t slot = (uint32_t)at, gen = (uint32_t)(at >> 32);
+        if (srl_acquire(&b, slot, gen, srl_load_relaxed(&srl_at(&b, slot)->nonce)))
+            continue;
+        uint64_t w = srl_load_sc(&srl_at(&b, slot)->word);
+        if (SRL_GEN(w) != gen || (SRL_STATE(w) != SRL_READY && SRL_STATE(w) != SRL_RETIRED))
+            wrong("a hold on a freed block");
+        srl_release(&b, slot);
     }
     pthread_join(t, NULL);
     check_clean(0);

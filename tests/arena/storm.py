@@ -78,14 +78,13 @@ class Worker:
             pass  # never shipped
 
     def recover(self):
-        if self.random.random() < 0.3:
-            self.arena.discard(f"run/s{self.random.randrange(3)}")
+        self.arena.discard(self.random.choice(("run/s0", "run/s1", "run/s2", "run/r")))
         self.arena.sweep()
 
     def run(self):
         verbs = (self.put, self.put, self.reserve, self.get, self.get, self.own, self.own, self.done)
         while True:
-            for _ in range(20):
+            for _ in range(10):
                 try:
                     self.random.choice(verbs)()
                 except EXPECTED:

@@ -7,7 +7,7 @@ from tests.arena.storm import storm
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_hundreds_of_kills_leave_a_clean_arena(arena, helper, seed):
-    assert helper(storm, arena.address, 150, 4, seed).line() == "kills=150"
+    assert helper(storm, arena.address, 250, 4, seed).line() == "kills=250"
     arena.sweep()
     assert arena.fsck() == []
     assert all(row["held_by"] == [] for row in arena.ls())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shmrl.arena import Arena, memory
+from tests.arena.conftest import UNSHARE
 
 MIB = 1 << 20
 
@@ -15,7 +16,7 @@ MIB = 1 << 20
 def on_small_shm(size, code):
     """Runs code in a mount namespace whose /dev/shm has `size` bytes -> (exit code, stdout, stderr)."""
     script = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec {sys.executable} -c '{code}'"
-    done = subprocess.run(["unshare", "-r", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*UNSHARE, "-m", "sh", "-c", script], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from shmrl.arena import Arena, Handle
 from shmrl.errors import ArenaClosed, ArenaFull, PeerDied, PeerStalled, StaleHandle, TooManyProcesses
+from tests.arena.conftest import UNSHARE
 
 MIB = 1 << 20
 
@@ -263,7 +264,7 @@ def test_a_stopped_holder_of_the_lock_is_named_at_the_deadline(arena, helper):
 def test_a_process_in_another_pid_namespace_is_alive(arena):
     handle = arena.put(b"abcd")
     code = f"from tests.arena.test_processes import reader; reader({arena.address!r}, {str(handle)!r})"
-    command = ["unshare", "-r", "-p", "-f", "--kill-child", sys.executable, "-c", code]
+    command = [*UNSHARE, "-p", "-f", "--kill-child", sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "abcd\n"
         assert arena.sweep() == 0
