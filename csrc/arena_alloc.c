@@ -334,6 +334,5 @@ int srl_rebuild(srl_arena *a) {
             return rc;
     }
     link_what_is_free(a);
-    srl_add_sc(&h->rebuilds, 1);
     return 0;
 }

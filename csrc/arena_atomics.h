@@ -48,17 +48,11 @@ static inline bool srl_cas_sc(uint64_t *p, uint64_t expected, uint64_t wanted) {
 static inline uint32_t srl_load32_sc(const uint32_t *p) {
     return __atomic_load_n(p, __ATOMIC_SEQ_CST);
 }
-static inline uint32_t srl_load32_relaxed(const uint32_t *p) {
-    return __atomic_load_n(p, __ATOMIC_RELAXED);
-}
 static inline void srl_store32_relaxed(uint32_t *p, uint32_t v) {
     __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
 static inline void srl_store32_sc(uint32_t *p, uint32_t v) {
     __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
-}
-static inline uint32_t srl_swap32_sc(uint32_t *p, uint32_t v) {
-    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);
 }
 static inline uint32_t srl_add32_sc(uint32_t *p, uint32_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);

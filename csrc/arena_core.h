@@ -1,11 +1,13 @@
 /* The C core of the arena: the operations, over (base address, size) alone.
  *
- * Called by shmrl/arena/_arena.pyx in every attached process, and by tests/arena/tsan_driver.c in threads. No
- * names, no descriptors, no allocation, no Python. Every function returns 0 (or a count) or -errno: -ESTALE
- * freed or another generation   -EBUSY still being written     -EPERM not the owner -ENOSPC no space -EAGAIN
- * the lock was busy      -ETIMEDOUT the lock's live holder kept it -EUCLEAN control words contradict
- * -ECANCELED discarded meanwhile -ENODATA never shipped -EMLINK more committed pages wanted   -EXFULL more
- * descriptors wanted
+ * Called by shmrl/arena/_arena.pyx in every attached process, and by tests/arena/core_driver.c in threads.
+ * No names, no descriptors, no allocation, no Python. Every function returns 0 (or a count) or -errno:
+ *   -ESTALE  freed, or another generation    -EBUSY      still being written
+ *   -EPERM   not the owner                   -ENODATA    never shipped
+ *   -ENOSPC  no space                        -ECANCELED  discarded meanwhile
+ *   -EMLINK  more committed pages wanted     -EXFULL     more descriptors wanted
+ *   -EAGAIN  the lock was busy               -ETIMEDOUT  the lock's live holder kept it
+ *   -EUCLEAN control words contradict
  *
  * Concurrency inside a process: srl_acquire, srl_release, srl_ship and srl_done use the private counts, so
  * the caller holds one mutex around them (the GIL). Everything else may run in any thread. The allocator's

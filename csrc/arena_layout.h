@@ -6,21 +6,21 @@
  *   data = capacity bytes in pages of 64 KiB; all of its bookkeeping is in ctl
  *
  * Names
- *   slot        index of a block's descriptor, 0 <= slot < table_used <= table_committed <= max_blocks
- *   process     index of an attached process, 0 <= process < max_processes <= 256; byte `process` of the
- * `live` file is locked while it lives, byte 256 + process while somebody sweeps or claims it generation  how
- * often the descriptor was freed; one that reaches 2^32 - 1 is never used again span        the bytes of
- * `data` that a block owns: whole pages, one cell of a page cut into equal cells, or nothing tail columns
- * table and checksums, behind the payload in the same span
+ *   slot        index of a block's descriptor: 0 <= slot < table_used <= table_committed <= max_blocks
+ *   process     index of an attached process: 0 <= process < max_processes <= 256. Byte `process` of the
+ *               `live` file is locked while it lives, byte 256 + process while somebody sweeps or claims it
+ *   generation  how often the descriptor was freed; one that reaches 2^32 - 1 is never used again
+ *   span        bytes of `data` that a block owns: whole pages, one cell of a page cut into equal cells, none
+ *   tail        columns table and checksums, behind the payload in the same span
  *
  * Invariants (block b, process p)
  *   refcount(b)           = popcount(b.holders)
  *   bytes(p may read)     : p's bit in b.holders is set and state(b) in {READY, RETIRED}
  *   state(b) = FREEING   <=> exactly one CAS RETIRED|WRITING -> FREEING happened in this generation
  *   FREE <-> WRITING, FREEING -> FREE : only under the allocator's lock, by anyone
- *   sum of spans of non-FREE blocks + free spans + free cells = committed_pages * 64 KiB, while the lock is
- * free created = sum(generation) + #(state != FREE);  freed = sum(generation) + #(state == FREEING) pages[],
- * bins, cell lists, free descriptors, pending: caches of blocks[]; srl_rebuild() makes them anew
+ *   spans of non-FREE blocks + free spans + free cells = committed_pages * 64 KiB, while the lock is free
+ *   created = sum(generation) + #(state != FREE);  freed = sum(generation) + #(state == FREEING)
+ *   pages[], bins, cell lists, free descriptors, pending: caches of blocks[]; srl_rebuild() makes them anew
  */
 #ifndef SRL_ARENA_LAYOUT_H
 #define SRL_ARENA_LAYOUT_H
@@ -122,7 +122,7 @@ typedef struct {
 
     /* without the lock */
     _Alignas(64) uint64_t pending_hint; /* 1: some pending bit may be set */
-    uint64_t next_ticket, waits, rebuilds, sweeps;
+    uint64_t next_ticket, waits;
     uint32_t space_seq, space_waiters; /* futex word bumped by every free while somebody waits */
 
     /* allocator, under the lock */

@@ -1,3 +1,4 @@
+/* OFD byte locks, what a fork does to them, and the slots of processes: claimed and swept under them. */
 #include "arena_live.h"
 #include "arena_atomics.h"
 #include <errno.h>

@@ -61,7 +61,6 @@ void srl_sweep(srl_arena *a, uint32_t p) {
     if (srl_lock_owner(a) == p && srl_lock(a, srl_now_ns(CLOCK_MONOTONIC) + 1000000000u) == 0)
         srl_unlock(a); /* took it over: the slot's next tenant would make the dead owner look alive */
     srl_drain_if_free(a);
-    srl_add_sc(&a->h->sweeps, 1);
     srl_store_sc(&dead->used, 0);
 }
 

@@ -6,7 +6,6 @@ cdef extern from "arena_live.h" nogil:
     enum: SRL_PAGE
     enum: SRL_TAG_MAX
     enum: SRL_UNCHECKED
-    enum: SRL_WRITING
 
     ctypedef struct srl_block:
         uint64_t word, offset, nbytes, nonce, birth_ns, span
