@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from shmrl.config import RunTree
 
 
-def main(tree: RunTree, resume: bool) -> int:
-    """Run this rank to the end of the run; the exit code. Imports torch, so only the trainer's processes call it.
+def main(tree: RunTree, resume: bool) -> NoReturn:
+    """Run this rank to the end of the run, and end its process. Imports torch, so only the trainer's processes call it.
 
     Raises what ended the run. torch's launcher prints it last, as the root cause, for the rank that failed first.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from shmrl.trainer.loop import main as run
+    from shmrl.trainer.parallel import leave
 
-    return record(run)(tree, resume) or 0
+    leave(record(run)(tree, resume) or 0)

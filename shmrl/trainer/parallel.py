@@ -6,10 +6,12 @@ average gradients over ranks, so a loss is scaled by world / global tokens. Runs
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shmrl.trainer.policy import Policy
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank's process without tearing torch down.
+
+    The group's background threads outlive `destroy_process_group` where a wrapped module still refers to it, and
+    destroying them at interpreter exit can abort ("terminate called without an active exception") a rank that is done.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class Ranks:
@@ -41,6 +55,8 @@ class Ranks:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def close(self) -> None:
+        """Leave the group together: a rank that tears its sockets down while another still uses them aborts it."""
+        dist.barrier()
         dist.destroy_process_group()
 
     def wrap(self, policy: Policy, *, fsdp: bool, bfloat16: bool = False) -> nn.Module:

@@ -14,7 +14,7 @@ from shmrl.arena import Arena
 from shmrl.config import load_run
 from shmrl.payload import micro_batches_from_wire
 from shmrl.trainer.models import load_policy
-from shmrl.trainer.parallel import Ranks
+from shmrl.trainer.parallel import Ranks, leave
 from shmrl.trainer.step import Stepper
 
 MODES = {
@@ -63,3 +63,4 @@ def main(toml, batches, out, *modes):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave(0)
