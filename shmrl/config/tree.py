@@ -21,12 +21,18 @@ Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
+Address = Annotated[str, Field(pattern=r"^(tcp://\S+:\d+|ipc://\S+)$")]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+PROCESS_SLOTS = 256  # of an arena
+LONGEST_TAG = 112  # bytes of a block's tag
 
 
 class Table(BaseModel):
     """One TOML table: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class Run(Table):
@@ -34,7 +40,7 @@ class Run(Table):
 
     name: Name = "run"
     output_dir: Path = Path("runs/run")
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     max_steps: Positive = 100
 
 
@@ -117,9 +123,9 @@ class Inference(Table):
     backend: Literal["embedded"] = "embedded"
     host: str = "127.0.0.1"
     port: Port = 8000
-    urls: list[str] = []
+    urls: list[Url] = []
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "cpu"
+    device: Device = "cpu"
     max_model_len: Positive = 1024
     max_num_seqs: Positive = 64
     max_logprobs: Positive = 64
@@ -130,7 +136,8 @@ class Inference(Table):
     @property
     def engine_urls(self) -> list[str]:
         """Where the engines answer: `urls`, else the one started here."""
-        return self.urls or [f"http://{self.host}:{self.port}"]
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.urls or [f"http://{host}:{self.port}"]
 
 
 class Sampling(Table):
@@ -177,7 +184,7 @@ class StaticPool(Table):
 class ServeConfig(Table):
     """`[serve]`: how one environment is hosted. A source's address is derived unless it is given."""
 
-    address: str | None = None
+    address: Address | None = None
     pool: StaticPool = StaticPool()
     max_concurrent: Positive = 1024
     request_timeout_s: Annotated[float, Field(ge=0)] = 300.0
@@ -311,7 +318,7 @@ class Optimizer(Table):
     """`[trainer.optimizer]`: AdamW."""
 
     lr: Annotated[float, Field(ge=0)] = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -337,7 +344,7 @@ class Trainer(Table):
     """`[trainer]`: ranks, precision, what is replayed, loss, optimizer. `head` is the captured top-k head's width."""
 
     ranks: Positive = 1
-    device: str = "cpu"
+    device: Device = "cpu"
     precision: Literal["float32", "bfloat16"] = "float32"
     fsdp: bool = False
     compile: bool = False
@@ -442,6 +449,17 @@ class RunTree(Table):
             problems.append(
                 f"orchestrator.seq_len = {self.orchestrator.seq_len} is not a multiple of trainer.pad_to_multiple_of = "
                 f"{self.trainer.pad_to_multiple_of}"
+            )
+        for name in (source.name for _, source in self.sources):
+            tag = f"{self.run.name}/{name}/0000-e00000000.0000000/0000"
+            if len(tag) > LONGEST_TAG:
+                problems.append(f"run.name and source name are too long together: {tag!r} exceeds {LONGEST_TAG} bytes")
+        spawned = [source.serve.pool.workers + 1 for _, source in self.sources if source.serve.address is None]
+        processes = sum(spawned) + self.trainer.ranks + 2  # launcher and orchestrator
+        if processes > PROCESS_SLOTS:
+            problems.append(
+                f"{processes:,} processes would attach to the arena, which has {PROCESS_SLOTS} places: lower "
+                "serve.pool.workers or trainer.ranks"
             )
         if self.trainer.head > self.inference.max_logprobs:
             problems.append(

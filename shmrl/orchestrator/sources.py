@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from shmrl.config import EvalSource, RunTree, TrainSource
-from shmrl.errors import ConfigError, RunError, TasksetError
+from shmrl.errors import RunError, TasksetError
 from shmrl.types import EpisodeResult, Task
 
 PAGE = 64
-LONGEST_TAG = 112
 
 
 class Client(Protocol):
@@ -54,11 +53,6 @@ class Source:
         self._first, self._page = 0, list[Task]()
         self._size: int | None = None  # of a finite set, once its end was seen
         self._loading = asyncio.Lock()
-        longest = f"{tree.run.name}/{self.name}/0000-e00000000.0000000/0000"
-        if len(longest) > LONGEST_TAG:
-            raise ConfigError(
-                f"run.name and source name are too long together: {longest!r} exceeds {LONGEST_TAG} bytes"
-            )
 
     @property
     def name(self) -> str:
