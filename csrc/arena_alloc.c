@@ -232,7 +232,7 @@ void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count) {
     pages_give(a, (uint32_t)first, (uint32_t)count, SRL_NONE);
 }
 
-/* ----------------------------------------------------------------------------------------------- rebuild */
+/* ------------------------------------------------------------------------------------------------ rebuild */
 
 static bool span_is_sane(const srl_arena *a, const srl_block *b) {
     uint64_t end = a->h->committed_pages * SRL_PAGE;

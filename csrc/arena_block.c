@@ -18,7 +18,7 @@ static uint64_t mask_of_bit(uint32_t index) {
     return UINT64_C(1) << index % 64;
 }
 
-/* -------------------------------------------------------------------------------------- back to the pool */
+/* --------------------------------------------------------------------------------------- back to the pool */
 
 void srl_pend(srl_arena *a, uint32_t slot) {
     srl_or_sc(word_of_bit(a->pending, slot), mask_of_bit(slot));
@@ -74,7 +74,7 @@ void srl_finish(srl_arena *a, srl_block *b) {
         give_back(a, b, freeing);
 }
 
-/* ----------------------------------------------------------------------------------------------- writing */
+/* ------------------------------------------------------------------------------------------------ writing */
 
 static int next_nonce(srl_arena *a, uint64_t *nonce) {
     if (!a->nonces_left) {
@@ -186,7 +186,7 @@ int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, ui
     }
 }
 
-/* ----------------------------------------------------------------------------------------------- reading */
+/* ------------------------------------------------------------------------------------------------ reading */
 
 static int readable(uint64_t w, uint32_t gen) {
     if (SRL_GEN(w) != gen)
@@ -234,7 +234,7 @@ void srl_release(srl_arena *a, uint32_t slot) {
         drop_bit(a, srl_at(a, slot));
 }
 
-/* --------------------------------------------------------------------------------------------- ownership */
+/* ---------------------------------------------------------------------------------------------- ownership */
 
 /* The word of a READY block of this very handle, or why not. The nonce is stable if a CAS of this word
  * succeeds later. */
@@ -276,7 +276,7 @@ int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
     }
 }
 
-/* ----------------------------------------------------------------------------------------- ship and done */
+/* ------------------------------------------------------------------------------------------ ship and done */
 
 /* Readers before bits: ship() clears the bits before it stores the readers, so a mixed view is never
  * complete. */
@@ -338,7 +338,7 @@ int srl_done(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t
     return rc;
 }
 
-/* ----------------------------------------------------------------------------------------------- discard */
+/* ------------------------------------------------------------------------------------------------ discard */
 
 /* By path component: "run/e/g1" is a prefix of "run/e/g1" and "run/e/g1/x", not of "run/e/g10". */
 static bool tag_under(const srl_block *b, const char *prefix, uint32_t len) {
@@ -374,7 +374,7 @@ int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t len) {
     return n;
 }
 
-/* ------------------------------------------------------------------------------------------------ growth */
+/* ------------------------------------------------------------------------------------------------- growth */
 
 int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns) {
     int rc = srl_lock(a, deadline_ns);

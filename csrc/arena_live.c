@@ -33,7 +33,7 @@ int srl_live_is_dead(void *live, unsigned process) {
     return srl_live_taken(((srl_live *)live)->fd, process, 1) == 0;
 }
 
-/* -------------------------------------------------------------------------------------------------- fork */
+/* --------------------------------------------------------------------------------------------------- fork */
 
 static srl_live *watched; /* changed under the interpreter's lock */
 
@@ -68,7 +68,7 @@ void srl_live_unwatch(srl_live *live) {
         *at = live->next;
 }
 
-/* ------------------------------------------------------------------------------------ slots of processes */
+/* ------------------------------------------------------------------------------------- slots of processes */
 
 static int claim_one(srl_arena *a, srl_live *live, unsigned p) {
     if (srl_live_try(live->fd, 256 + p, 1) != 1)

@@ -99,6 +99,7 @@ def open_run_dir(output_dir: Path, *, resume: bool = False, clean: bool = False)
     """
     if resume and clean:
         raise ConfigError("--resume continues a run and --clean removes it: give one of them")
+    _require_writable(output_dir)
     used = [name for name in _RESULTS if (output_dir / name).exists()]
     if used and not (resume or clean):
         raise ConfigError(
@@ -115,7 +116,19 @@ def open_run_dir(output_dir: Path, *, resume: bool = False, clean: bool = False)
 
 def peek_run_dir(output_dir: Path) -> RunDir:
     """Paths of the next attempt, whatever state the directory is in (for --dry-run)."""
+    _require_writable(output_dir)
     return RunDir(output_dir, _next_attempt(output_dir))
+
+
+def _require_writable(output_dir: Path) -> None:
+    """Make the directory; ConfigError when it cannot be made or written to."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(output_dir, os.W_OK | os.X_OK) else "it cannot be written to"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason is not None:
+        raise ConfigError(f"run.output_dir = {str(output_dir)!r}: {reason}")
 
 
 def _next_attempt(output_dir: Path) -> int:

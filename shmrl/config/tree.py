@@ -465,6 +465,8 @@ class RunTree(Table):
             problems.append(
                 f"trainer.head = {self.trainer.head} exceeds the engine's max_logprobs = {self.inference.max_logprobs}"
             )
+        if self.model.tiny and self.trainer.head > self.model.tiny.vocab:
+            problems.append(f"trainer.head = {self.trainer.head} exceeds model.tiny.vocab = {self.model.tiny.vocab}")
         if self.model.tiny and self.inference.max_model_len > self.model.tiny.max_positions:
             problems.append(
                 f"inference.max_model_len = {self.inference.max_model_len} exceeds model.tiny.max_positions = "

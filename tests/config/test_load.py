@@ -87,11 +87,47 @@ def test_a_flag_fault_names_the_flag(tmp_path):
         ),
         (("[model.tiny]", "[trainer.loss]\nscore_centering = true\n[model.tiny]"), "set trainer.head"),
         (("[model.tiny]", '[arena]\ncapacity = "4 apples"\n[model.tiny]'), "not a size: '4 apples'"),
+        (
+            ("[model.tiny]", "[trainer]\nhead = 300\n[inference]\nmax_logprobs = 300\n[model.tiny]"),
+            "head = 300 exceeds model.tiny.vocab = 264",
+        ),
+        (
+            ('name = "b"', 'name = "b"\nserve.pool.workers = 300'),
+            "308 processes would attach to the arena, which has 256 places",
+        ),
     ],
 )
 def test_impossible_combinations_fail_while_loading(tmp_path, change, message):
     found = problems(tmp_path, GOOD.replace(*change))
     assert any(message in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("trainer.optimizer.lr", "inf", "Input should be a finite number"),
+        ("orchestrator.connect_timeout_s", "nan", "Input should be a finite number"),
+        ("trainer.optimizer.betas", "[0.9, 1.5]", "Input should be less than 1"),
+        ("trainer.device", "tpu", "should match pattern"),
+        ("run.seed", "9223372036854775808", "Input should be less than 9223372036854775808"),
+        ("inference.urls", '["engine:8000"]', "should match pattern '^https?:"),
+        ("orchestrator.train.source.0.serve.address", "tcp://elsewhere", "should match pattern '^(tcp:"),
+    ],
+)
+def test_values_that_no_process_could_use_fail_while_loading(tmp_path, key, value, message):
+    (found,) = problems(tmp_path, GOOD, {key: value})
+    assert message in found
+
+
+def test_names_have_room_in_the_tags_of_blocks(tmp_path):
+    flags = {"run.name": "r" * 64, "orchestrator.train.source.1.name": "s" * 20}
+    assert problems(tmp_path, GOOD, flags)[0].endswith("exceeds 112 bytes")
+    assert load_run([write(tmp_path, GOOD)], {**flags, "orchestrator.train.source.1.name": "s" * 19})
+
+
+def test_an_engine_on_an_ipv6_host_has_a_url_in_brackets(tmp_path):
+    tree = load_run([write(tmp_path, GOOD)], {"inference.host": "::1"})
+    assert tree.inference.engine_urls == ["http://[::1]:8000"]
 
 
 def test_unreadable_and_broken_files_are_named(tmp_path):

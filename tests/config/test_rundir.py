@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, write_atomic
+from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, peek_run_dir, write_atomic
 from shmrl.errors import ConfigError
 
 
@@ -27,6 +27,16 @@ def test_a_used_directory_is_refused_with_the_three_ways_out(tmp_path):
         open_run_dir(tmp_path)
     for way in ("run.json", "--resume", "--clean", "--run.output-dir"):
         assert way in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"), [("file/out", "Not a directory"), ("x" * 300, "File name too long"), ("file", "File exists")]
+)
+def test_a_directory_that_cannot_be_made_is_a_fault_of_the_configuration(tmp_path, path, reason):
+    (tmp_path / "file").touch()
+    for start in (open_run_dir, peek_run_dir):
+        with pytest.raises(ConfigError, match=rf"run.output_dir = '.*': {reason}"):
+            start(tmp_path / path)
 
 
 def test_clean_removes_what_a_run_writes_and_nothing_else(tmp_path):
