@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -44,8 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error.problems, 2)
     except ShmrlError as error:
         return _complain([f"{type(error).__name__}: {error}"], 1)
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt:  # only where nothing was there to be drained: die of it, which shells report as 130
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+        raise
 
 
 def split_flags(arguments: Sequence[str]) -> tuple[list[str], Flags]:

@@ -15,6 +15,7 @@ import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,6 +73,7 @@ class EngineClient:
         self._inflight = dict.fromkeys(self.urls, 0)
         self._told: set[tuple[str, str]] = set()
         self._session: aiohttp.ClientSession | None = None
+        self._reader = ThreadPoolExecutor(1, "answers")  # one: more would only take the interpreter from the loop
 
     async def generate(
         self,
@@ -92,8 +94,8 @@ class EngineClient:
             params["routed_experts_prompt_start"] = routed_experts_prompt_start
         body = {"token_ids": token_ids, "sampling_params": params, "stream": False}
         body |= {k: v for k, v in (("cache_salt", cache_salt), ("request_id", request_id)) if v is not None}
-        url, answer = await self._with_retries("/inference/v1/generate", body, cache_salt)
-        return parse_generation(answer, url, params)
+        url, text = await self._with_retries("/inference/v1/generate", body, cache_salt)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, _read_generation, text, url, params)
 
     # ------------------------------------------------------------------------------------------------ load and weights
 
@@ -148,6 +150,7 @@ class EngineClient:
 
     async def aclose(self) -> None:
         """Close the connections."""
+        self._reader.shutdown(wait=False)
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -181,8 +184,8 @@ class EngineClient:
             raise EngineError(f"{url}{path} answered {status}: {_message(text)}")
         return text
 
-    async def _with_retries(self, path: str, body: Any, key: str | None) -> tuple[str, dict[str, Any]]:
-        """(url, answer). Waits for engines that are away or busy until the deadline; gives up early on real faults."""
+    async def _with_retries(self, path: str, body: Any, key: str | None) -> tuple[str, str]:
+        """(url, body of its 200). Waits for engines that are away or busy until the deadline; gives up early on real faults."""
         deadline, faults, tries, avoid = time.monotonic() + self._timeout_s, 0, 0, None
         while True:
             url = self._choose(key, avoid)
@@ -190,7 +193,7 @@ class EngineClient:
             try:
                 status, text = await self._call("POST", url, path, body, deadline - time.monotonic())
                 if status == 200:
-                    return url, json.loads(text)
+                    return url, text
                 reason, fault = f"{status}: {_message(text)}", status not in (429, 503)
                 if 400 <= status < 500 and fault:
                     raise EngineError(f"{url}{path} answered {reason}")
@@ -230,6 +233,20 @@ class EngineClient:
 
 
 # ----------------------------------------------------------------------------------------------------------- parsing
+
+
+def _read_generation(text: str, url: str, sampling: Mapping[str, Any]) -> Generation:
+    """Runs beside the event loop. Heads are a JSON object per id, megabytes of them in a long answer."""
+    try:
+        answer = json.loads(text, object_hook=_let_the_loop_turn)
+    except ValueError as error:
+        raise EngineError(f"{url} sent no JSON: {error}") from error
+    return parse_generation(answer, url, sampling)
+
+
+def _let_the_loop_turn(entry: dict[str, Any]) -> dict[str, Any]:
+    """A call of Python code per object: the decoder alone would keep the interpreter lock to the end."""
+    return entry
 
 
 def parse_generation(answer: Mapping[str, Any], url: str, sampling: Mapping[str, Any]) -> Generation:

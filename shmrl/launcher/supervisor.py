@@ -166,6 +166,8 @@ class Supervisor:
             self._finished = time.monotonic()
             log.info("%s finished", role.name)
             return None
+        if self._interrupts and role.drains and code == -signal.SIGINT:
+            return Outcome(130, "interrupted", "stopped by Ctrl-C before there was a step to finish")
         return await self._cause(event)
 
     async def _cause(self, event: _Exited) -> Outcome:

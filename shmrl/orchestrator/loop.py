@@ -6,8 +6,9 @@ n - `_train`, a task - the batch of step n + 1 is collected as far as the stalen
 between a step's publication and its report line, with nothing else changing the weights.
 
 Nothing is spawned here. The first SIGINT or SIGTERM drains: the step being trained is finished, everything else
-released, the ranks told to checkpoint; the second stops at once. 0 is returned only if all steps are done, the ledger
-is empty and the arena holds no block of this run.
+released, the ranks told to checkpoint; the exit code is 130 or 143 then. The second one, or one before the first step,
+stops at once: the process releases what it holds and dies of the signal, so that a launcher can tell the two apart.
+0 is returned only if all steps are done, the ledger is empty and the arena holds no block of this run.
 """
 
 from __future__ import annotations
@@ -47,10 +48,15 @@ SETTLE_S = 10.0
 
 def main(tree: RunTree, resume: bool = False) -> int:
     """Run the orchestrator; 0, or 130 / 143 after a drain. Raises ShmrlError when the run cannot go on."""
-    return asyncio.run(_run(tree, resume))
+    code = asyncio.run(_run(tree, resume))
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        signal.raise_signal(-code)
+    return code
 
 
 async def _run(tree: RunTree, resume: bool) -> int:
+    """0, or 128 + the signal that drained the run, or minus the signal that stopped it without a drain."""
     orchestrator = Orchestrator(tree, resume)
     orchestrator.catch_signals()
     try:
@@ -61,7 +67,7 @@ async def _run(tree: RunTree, resume: bool) -> int:
     finally:
         await orchestrator.close()
     if orchestrator.signal is not None:
-        return 128 + orchestrator.signal
+        return 128 + orchestrator.signal if orchestrator.drained else -orchestrator.signal
     return 0
 
 
@@ -71,7 +77,8 @@ class Orchestrator:
     def __init__(self, tree: RunTree, resume: bool) -> None:
         self.tree, self.resumed = tree, resume
         self.signal: int | None = None
-        self._stepping = self._draining = self._clean = False
+        self._stepping = self._draining = False
+        self.drained = False  # everything is released and the ranks were told to finish
         self._wake = asyncio.Event()  # a group left, the training ended, a signal came
         self.attempt = secrets.token_hex(2)  # keeps the tags of a run's attempts apart
         self._background: set[asyncio.Task[None]] = set()
@@ -113,7 +120,7 @@ class Orchestrator:
         await self._steps(step)
         await self._stop_episodes()
         await self.link.broadcast({"kind": "finish"})
-        self._clean = True
+        self.drained = True
 
     async def _connect(self) -> int:
         """Reach everyone; the step that is completed already."""
@@ -288,9 +295,9 @@ class Orchestrator:
         held = self.ledger.close()
         await self.link.close()
         await asyncio.gather(*[source.client.close() for source in self.sources], self.engine.aclose())
-        left = await self._left_in_arena() if self._clean else []
+        left = await self._left_in_arena() if self.drained else []
         self.arena.close()
-        if self._clean and (held or left):
+        if self.drained and (held or left):
             tags = sorted({hold.tag for hold in held.values()} | set(left))
             raise RunError(
                 f"{len(held)} blocks in the ledger and {len(left)} in the arena were never released: {tags[:20]}"

@@ -1,10 +1,12 @@
 """The client: both recorded forms, retries by class, several engines."""
 
 import asyncio
+import itertools
 import json
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -111,6 +113,13 @@ class Scripted:
         await runner.cleanup()
 
 
+def sends(body: bytes) -> Callable[[web.Request], Any]:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=body, content_type="application/json")
+
+    return answer
+
+
 async def reset(request: web.Request) -> web.StreamResponse:
     assert request.transport is not None
     request.transport.abort()
@@ -134,6 +143,35 @@ async def test_what_is_given_up(answers: list[Any], tries: int, message: str) ->
         with pytest.raises(EngineError, match=message):
             await client.generate([1], {})
         assert len(engine.seen) == tries
+
+
+async def test_an_answer_that_is_no_json_is_an_engine_error() -> None:
+    async with Scripted(sends(b"<html>")).serving() as engine, EngineClient([engine.url]) as client:
+        with pytest.raises(EngineError, match=f"{engine.url} sent no JSON: Expecting value"):
+            await client.generate([1], {})
+
+
+async def test_a_long_answer_is_read_beside_the_loop() -> None:
+    """9 MB of heads, 8192 tokens: the loop goes on turning, it does not stand still until they are read."""
+    entry = {"token_id": 7, "logprob": -0.25, "rank": 1}
+    content = [{**entry, "top_logprobs": [entry] * 16}] * 8192
+    choice = {"token_ids": [7] * 8192, "finish_reason": "length", "logprobs": {"content": content}}
+    body = json.dumps({"choices": [choice]}).encode()
+    turns: list[float] = []
+
+    async def turning() -> None:
+        while True:
+            turns.append(time.monotonic())
+            await asyncio.sleep(0.001)
+
+    async with Scripted(sends(body)).serving() as engine, EngineClient([engine.url]) as client:
+        ticking = asyncio.ensure_future(turning())
+        got = await client.generate([1], {"logprobs": 16})
+        turns.append(time.monotonic())
+        ticking.cancel()
+    assert got.top_logprobs == [([7] * 16, [-0.25] * 16)] * 8192
+    gaps = [b - a for a, b in itertools.pairwise(turns)]
+    assert max(gaps) < sum(gaps) / 3, (max(gaps), sum(gaps))
 
 
 async def test_the_deadline_covers_the_retries() -> None:

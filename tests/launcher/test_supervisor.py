@@ -146,6 +146,15 @@ def test_first_ctrl_c_drains_and_the_run_ends_with_130(launch, tmp_path):
     assert "status='interrupted', reason='stopped by Ctrl-C after draining" in output
 
 
+def test_ctrl_c_before_there_is_a_step_to_finish_ends_the_run_with_130(launch):
+    dies = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); " + SERVE.format("DIR/orchestrator.pid")
+    launcher = launch(server("env"), f"orchestrator|fd|{dies}", server("trainer", "f"))
+    launcher.pid("orchestrator"), launcher.pid("trainer")
+    launcher.process.send_signal(signal.SIGINT)
+    code, output = launcher.finish()
+    assert (code, "reason='stopped by Ctrl-C before there was a step to finish" in output) == (130, True), output
+
+
 def test_second_ctrl_c_stops_at_once(launch):
     deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " + SERVE.format("DIR/orchestrator.pid")
     launcher = launch(server("env"), f"orchestrator|fd|{deaf}")

@@ -227,11 +227,20 @@ async def test_the_second_signal_stops_at_once(tmp_path, model_dir):
         await said(process, "draining")
         process.send_signal(signal.SIGTERM)
         output, _ = await asyncio.wait_for(process.communicate(), 20)
-        assert process.returncode == 143, output.decode()
+        assert process.returncode == -signal.SIGTERM, output.decode()
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):  # the other one has lost its blocks, and said so
                 rank.kill()
         assert site.arena.stats()["blocks"] == 0
+
+
+async def test_a_signal_before_the_first_step_stops_at_once(tmp_path, model_dir):
+    async with FakeEngine() as engine, Site(tmp_path, model_dir, engine) as site:
+        process = await site.spawn("-m", "shmrl", "orchestrator", site.file)
+        await asyncio.to_thread(wait_until, site.tree.socket_dir.joinpath("trainer.sock").exists, 30.0)
+        process.send_signal(signal.SIGINT)
+        output, _ = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == -signal.SIGINT, output.decode()
 
 
 async def test_ranks_that_stand_elsewhere_are_refused(tmp_path, model_dir):
