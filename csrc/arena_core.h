@@ -67,7 +67,8 @@ uint64_t srl_now_ns(int clock);
 
 /* events, arena_events.c: any thread, no lock, never waits */
 void srl_event_note(srl_arena *a, unsigned kind, uint32_t slot, uint32_t gen, uint64_t detail);
-unsigned srl_events_since(const srl_arena *a, uint64_t first, srl_event *out); /* out[SRL_EVENTS], oldest first */
+unsigned srl_events_since(const srl_arena *a, uint64_t first,
+                          srl_event *out); /* out[SRL_EVENTS], oldest first */
 
 /* the allocator's lock and the queue for space, arena_lock.c. deadline_ns: CLOCK_MONOTONIC, 0 = do not wait
  */

@@ -112,9 +112,9 @@ enum srl_event_kind {
     SRL_DID_RETIRE,
     SRL_DID_FREE,
     SRL_DID_ORPHAN,
-    SRL_DID_SWEEP,    /* slot: the dead process */
+    SRL_DID_SWEEP,     /* slot: the dead process */
     SRL_DID_TAKE_OVER, /* slot: the dead owner of the lock */
-    SRL_DID_FILL,     /* no room for nbytes: the asker waits or is refused */
+    SRL_DID_FILL,      /* no room for nbytes: the asker waits or is refused */
 };
 
 /* mark = number:48 | kind:8 | process:8, stored last; event `number` is in record number % SRL_EVENTS */

@@ -12,7 +12,8 @@
 static void orphan(srl_arena *a, srl_block *b, uint64_t w) {
     srl_store_relaxed(&b->orphan_ns, srl_now_ns(CLOCK_BOOTTIME));
     if (srl_cas_sc(&b->word, w, w | (uint64_t)SRL_ORPHAN << 16))
-        srl_event_note(a, SRL_DID_ORPHAN, (uint32_t)(b - a->blocks), SRL_GEN(w), srl_load_relaxed(&b->nbytes));
+        srl_event_note(a, SRL_DID_ORPHAN, (uint32_t)(b - a->blocks), SRL_GEN(w),
+                       srl_load_relaxed(&b->nbytes));
 }
 
 /* One step of a dead process's block towards where it would be had the process finished; true when nothing is
@@ -136,8 +137,7 @@ static void check_block(const srl_arena *a, uint32_t i, uint64_t w, report *r) {
     if (b->span > end || b->offset > end - b->span)
         BLOCK_FAULT("span %lu + %lu passes the committed %lu bytes", b->offset, b->span, end);
     if (b->nbytes + b->tail_nbytes > b->span)
-        BLOCK_FAULT("%lu bytes and a tail of %u in a span of %lu", b->nbytes, b->tail_nbytes,
-              b->span);
+        BLOCK_FAULT("%lu bytes and a tail of %u in a span of %lu", b->nbytes, b->tail_nbytes, b->span);
     if (owner >= a->h->max_processes)
         BLOCK_FAULT("owner %u of %u processes", owner, a->h->max_processes);
     else if (state == SRL_WRITING && !a->processes[owner].used)
