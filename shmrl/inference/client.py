@@ -185,7 +185,7 @@ class EngineClient:
         return text
 
     async def _with_retries(self, path: str, body: Any, key: str | None) -> tuple[str, str]:
-        """(url, body of its 200). Waits for engines that are away or busy until the deadline; gives up early on real faults."""
+        """(url, body). Waits for engines that are away or busy until the deadline; gives up early on real faults."""
         deadline, faults, tries, avoid = time.monotonic() + self._timeout_s, 0, 0, None
         while True:
             url = self._choose(key, avoid)
