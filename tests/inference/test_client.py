@@ -208,7 +208,7 @@ async def test_without_descriptors_it_waits_until_there_are_some(caplog: pytest.
         try:
             waiting = asyncio.ensure_future(client.generate([1], {}))
             async with asyncio.timeout(10):
-                while "Too many open files" not in caplog.text:
+                while "Too many open files" not in caplog.text:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
