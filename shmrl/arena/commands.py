@@ -8,6 +8,7 @@ from typing import Any
 
 from shmrl.arena import inspect
 from shmrl.arena.memory import human
+from shmrl.errors import ConfigError
 
 _GROUPS = ("source", "step", "holder")
 
@@ -36,10 +37,13 @@ def render_ls(rows: list[dict[str, Any]]) -> str:
 def stats(address: str | None = None) -> list[dict[str, Any]]:
     """Counters of one arena, or of every live one; blocks and bytes by source, step and holder; who is attached.
 
-    ForeignArena if the address is not on this host.
+    ForeignArena if the address is not on this host, ConfigError if it is no address.
     """
     addresses = [address] if address else [row["address"] for row in inspect.list_arenas() if row["state"] == "alive"]
-    return [_stats(inspect.open_readonly(one)) for one in addresses]
+    try:
+        return [_stats(inspect.open_readonly(one)) for one in addresses]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _stats(seen: inspect.Snapshot) -> dict[str, Any]:
