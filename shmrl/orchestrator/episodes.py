@@ -147,12 +147,12 @@ class Episodes:
             self._ledger.adopt(result.samples, tag)
         except LostPayload as error:
             return _failed(ask, ErrorInfo.of(error))[0]
-        error = result.error or _fault(ask, result)
-        if error is None:
+        fault = result.error or _fault(ask, result)
+        if fault is None:
             self._failures.clear()
             return result
         self._ledger.release(result.samples)
-        return _failed(ask, error)[0]
+        return _failed(ask, fault)[0]
 
     def _count_failure(self, ask: Ask, tag: str, result: EpisodeResult) -> None:
         error = result.error
