@@ -276,7 +276,7 @@ def parse_generation(answer: Mapping[str, Any], url: str, sampling: Mapping[str,
             weight_versions=[(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ()],
             url=url,
         )
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"{url} sent an answer this client cannot read: {type(error).__name__}: {error}") from error
 
 
