@@ -129,19 +129,25 @@ class Orchestrator:
         if step and not self.resumed:
             raise RunError(f"the trainer stands at step {step}, and this run was not started with --resume")
         if step:
-            self.dispatcher.restore(self._saved_state(step))
+            self._restore(step)
         servers, engines = ", ".join(source.name for source in self.sources), ", ".join(self.engine.urls)
         log.info("ready: env servers %s; engines %s; trainer ranks %d", servers, engines, self.tree.trainer.ranks)
         return step
 
-    def _saved_state(self, step: int) -> dict[str, Any]:
+    def _restore(self, step: int) -> None:
+        """Sampler positions of the step that the trainer resumed."""
         path = self.tree.run.output_dir / "checkpoints" / f"step_{step}" / "orchestrator.json"
         try:
-            return dict(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
+            self.dispatcher.restore(json.loads(path.read_text()))
+        except OSError as error:
             raise RunError(
                 f"the trainer stands at step {step}, but that step's state is not there ({error}): start the "
                 "trainer with --resume, too"
+            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{path} cannot be read ({type(error).__name__}: {error}): remove {path.parent} to resume from the "
+                "checkpoint before it"
             ) from None
 
     async def _begin(self, version: int) -> None:
