@@ -229,7 +229,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=False)
         timeout = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), sock_connect=10)
         async with self._session.request(method, url + path, json=body, timeout=timeout) as response:
-            return response.status, await response.text()
+            return response.status, await response.text(errors="replace")
 
 
 # ----------------------------------------------------------------------------------------------------------- parsing

@@ -153,7 +153,7 @@ async def test_what_is_given_up(answers: list[Any], tries: int, message: str) ->
 
 
 async def test_an_answer_that_is_no_json_is_an_engine_error() -> None:
-    async with Scripted(sends(b"<html>")).serving() as engine, EngineClient([engine.url]) as client:
+    async with Scripted(sends(b"<html>\xff")).serving() as engine, EngineClient([engine.url]) as client:
         with pytest.raises(EngineError, match=f"{engine.url} sent no JSON: Expecting value"):
             await client.generate([1], {})
 
