@@ -21,13 +21,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, OmitSubcommandPrefixes, Positional, subcommand
+from tyro.conf import FlagCreatePairsOff, OmitSubcommandPrefixes, Positional, arg, subcommand
 
 from shmrl import __version__
 from shmrl.errors import ConfigError, ShmrlError
 
 Flags = dict[str, str]
-Files = Positional[tuple[Path, ...]]
+Files = Annotated[
+    Positional[tuple[Path, ...]],
+    arg(metavar="FILE...", help="TOML files; a later one wins over an earlier one.", help_behavior_hint=""),
+]
+Switch = Annotated[bool, arg(help_behavior_hint="")]
 
 _EPILOGUE = "Any key of the configuration is a flag: --trainer.optimizer.lr 3e-4, --run.output-dir DIR."
 
@@ -96,12 +100,11 @@ class Run:
     """Check everything, start every process of a run, watch them, tear all of it down."""
 
     files: Files
-    """TOML files; later ones win."""
-    dry_run: bool = False
+    dry_run: Switch = False
     """Write the resolved configs and print what would be started; start nothing."""
-    resume: bool = False
+    resume: Switch = False
     """Continue a used output directory from its last checkpoint."""
-    clean: bool = False
+    clean: Switch = False
     """Remove what an earlier run left in the output directory."""
 
     def __call__(self, flags: Flags) -> int:
@@ -116,9 +119,9 @@ class Node:
     """Create the arena, the token and the initial model of a run whose roles are started by hand."""
 
     files: Files
-    resume: bool = False
+    resume: Switch = False
     """Continue a used output directory from its last checkpoint."""
-    clean: bool = False
+    clean: Switch = False
     """Remove what an earlier run left in the output directory."""
 
     def __call__(self, flags: Flags) -> int:
@@ -136,7 +139,7 @@ class Orchestrator:
     """Dispatch episodes, pack references, ship steps to the trainer."""
 
     files: Files
-    resume: bool = False
+    resume: Switch = False
     """Continue from the last checkpoint."""
 
     def __call__(self, flags: Flags) -> int:
@@ -151,7 +154,7 @@ class Trainer:
     """Train: starts its ranks under torch.distributed.run, and is one of them when RANK is set."""
 
     files: Files
-    resume: bool = False
+    resume: Switch = False
     """Continue from the last checkpoint."""
 
     def __call__(self, flags: Flags) -> int:
@@ -159,7 +162,10 @@ class Trainer:
         tree = _run_tree(f"trainer:{rank}" if rank else "trainer", self.files, flags)
         if rank is None:
             from shmrl.launcher.roles import torch_command
+            from shmrl.node.host import require_arena, require_torch
 
+            require_torch()
+            require_arena(tree.arena)
             again = [*map(str, self.files), *(f"--{key}={value}" for key, value in flags.items())]
             command = torch_command(tree, [*again, *(["--resume"] if self.resume else [])])
             os.execv(command[0], command)
@@ -176,6 +182,9 @@ class Inference:
 
     def __call__(self, flags: Flags) -> int:
         tree = _run_tree("inference", self.files, flags)
+        from shmrl.node.host import require_torch
+
+        require_torch()
         from shmrl.inference.embedded import server
 
         engine = tree.inference
@@ -245,7 +254,7 @@ def _begin(role: str, log: Any) -> None:
 class ArenaLs:
     """List the arenas of this machine."""
 
-    json: bool = False
+    json: Switch = False
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
@@ -258,15 +267,15 @@ class ArenaLs:
 class ArenaStats:
     """Blocks and bytes of one arena, or of every live one."""
 
-    address: Positional[str | None] = None
+    address: Annotated[Positional[str | None], arg(metavar="[ADDRESS]", help_behavior_hint="")] = None
     """shm:<id>, as `arena ls` prints it."""
-    json: bool = False
+    json: Switch = False
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
         from shmrl.arena import commands
 
-        return _show(_asked(commands.stats, self.address), commands.render_stats, self.json)
+        return _show(commands.stats(self.address), commands.render_stats, self.json)
 
 
 @dataclass
@@ -283,7 +292,7 @@ class ArenaTop:
     def __call__(self, _: Flags) -> int:
         from shmrl.arena import commands
 
-        return _show(_asked(commands.top, self.address, self.count), commands.render_top, self.json)
+        return _show(commands.top(self.address, self.count), commands.render_top, self.json)
 
 
 @dataclass
@@ -300,7 +309,7 @@ class ArenaHolders:
     def __call__(self, _: Flags) -> int:
         from shmrl.arena import commands
 
-        return _show(_asked(commands.holders, self.handle, self.address), commands.render_holders, self.json)
+        return _show(commands.holders(self.handle, self.address), commands.render_holders, self.json)
 
 
 @dataclass
@@ -315,7 +324,7 @@ class ArenaFsck:
     def __call__(self, _: Flags) -> int:
         from shmrl.arena import commands
 
-        rows = _asked(commands.fsck, self.address)
+        rows = commands.fsck(self.address)
         _show(rows, commands.render_fsck, self.json)
         return int(any(row["faults"] for row in rows))
 
@@ -337,7 +346,7 @@ class ArenaTail:
         from shmrl.arena import commands
 
         if not self.follow:
-            return _show(_asked(commands.tail, self.address)[-self.count :], commands.render_tail, self.json)
+            return _show(commands.tail(self.address)[-self.count :], commands.render_tail, self.json)
         for one in commands.follow(self.address):
             print(json.dumps(one) if self.json else commands.render_tail([one]), flush=True)
         return 0
@@ -347,7 +356,7 @@ class ArenaTail:
 class ArenaGc:
     """Remove the arenas that no live process is attached to."""
 
-    json: bool = False
+    json: Switch = False
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
@@ -360,21 +369,13 @@ class ArenaGc:
 class Doctor:
     """Explain what this machine can and cannot do for a run."""
 
-    json: bool = False
+    json: Switch = False
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
         from shmrl.arena import doctor
 
         return _show(doctor.doctor(), doctor.render, self.json)
-
-
-def _asked(command: Callable[..., Any], *arguments: Any) -> Any:
-    """What an inspector answers; an address or handle that is none is a usage error."""
-    try:
-        return command(*arguments)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _show(value: Any, render: Callable[[Any], str], as_json: bool) -> int:

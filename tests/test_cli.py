@@ -103,6 +103,45 @@ def test_dry_run_writes_configs_prints_the_table_and_starts_nothing(config, tmp_
     assert written == {*roles, "configs/envs/train/a.toml"}
 
 
+def test_help_shows_files_and_switches_as_they_are_typed():
+    text = cli("run", "--help").stdout
+    assert "FILE... [--dry-run] [--resume] [--clean]" in text
+    assert "default:" not in text
+
+
+@pytest.mark.parametrize("role", ["trainer", "orchestrator"])
+def test_a_role_without_an_arena_says_where_the_address_comes_from(role, config, tmp_path):
+    done = cli(role, config, "--run.output-dir", tmp_path / "out")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("shmrl: RunError: arena.address is not set: `shmrl run` and `shmrl node` create the arena")
+
+
+@pytest.mark.parametrize("command", [["run"], ["run", "--dry-run"], ["trainer"], ["inference"], ["node"]])
+def test_without_the_extra_train_nothing_is_started_and_the_extra_is_named(command, config, tmp_path):
+    code = (
+        "import importlib.util, sys; find = importlib.util.find_spec; "
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest); "
+        "from shmrl.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    out = tmp_path / "out"
+    arguments = [*command, str(config), "--run.output-dir", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, out.exists()) == (2, False)
+    assert done.stderr == (
+        "shmrl: torch: not installed; the engine and the trainer need the extra 'train' "
+        "(pip install -c constraints.txt -e '.[train]')\n"
+    )
+
+
+def test_what_is_no_arena_address_is_a_usage_error():
+    done = cli("arena", "stats", "xyz")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "not an arena address: 'xyz'" in done.stderr
+
+
 def test_doctor_and_arena_commands_answer_in_json():
     for command in (["doctor"], ["arena", "ls"], ["arena", "stats"], ["arena", "gc"]):
         done = cli(*command, "--json")

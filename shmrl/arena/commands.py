@@ -9,7 +9,7 @@ from typing import Any
 
 from shmrl.arena import inspect
 from shmrl.arena.memory import human
-from shmrl.errors import ForeignArena
+from shmrl.errors import ConfigError, ForeignArena
 from shmrl.types import Handle
 
 _GROUPS = ("source", "step", "holder")
@@ -39,7 +39,7 @@ def render_ls(rows: list[dict[str, Any]]) -> str:
 def stats(address: str | None = None) -> list[dict[str, Any]]:
     """Counters of one arena, or of every live one; blocks and bytes by source, step and holder; who is attached.
 
-    ForeignArena if the address is not on this host.
+    ForeignArena if the address is not on this host, ConfigError if it is no address.
     """
     return [_stats(inspect.open_readonly(one)) for one in _addresses(address)]
 
@@ -111,8 +111,11 @@ def _render_top(row: dict[str, Any]) -> str:
 
 
 def holders(handle: str, address: str | None = None) -> dict[str, Any]:
-    """Who has the block of a handle: owner, readers, done set, age, last events. StaleHandle, ForeignArena."""
-    return inspect.holders(Handle.parse(handle), address)
+    """Who has the block of a handle: owner, readers, done set, age, last events. StaleHandle, ForeignArena, ConfigError."""
+    try:
+        return inspect.holders(Handle.parse(handle), address)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def render_holders(row: dict[str, Any]) -> str:

@@ -125,7 +125,7 @@ cdef inline int open_ctl(srl_arena *a, void *ctl, uint64_t nbytes) except -1:
     cdef int rc = srl_open(a, ctl, nbytes)
     if rc == -EPROTO:
         raise ForeignArena(f"the arena has layout version {(<srl_header *> ctl).version}, this shmrl reads version "
-                           f"{SRL_VERSION}: use the version that made it, or remove it (shmrl arena gc, once it is dead)")
+                           f"{SRL_VERSION}: use the version that made it (or shmrl arena gc)")
     if rc:
         raise ArenaCorrupt("the arena's control words are not an arena's, or contradict each other")
     return 0

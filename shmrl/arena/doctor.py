@@ -34,12 +34,10 @@ def _finding(name: str, ok: bool, detail: str, fix: str = "", *, bad: str = "war
 
 def _shared_memory() -> Iterator[dict[str, Any]]:
     if not files.SHM.is_dir() or not os.access(files.SHM, os.W_OK):
-        yield _finding(
-            "/dev/shm", False, "missing or not writable", "mount a tmpfs there, or use backing memfd", bad="fail"
-        )
+        yield _finding("/dev/shm", False, "missing or not writable", "mount a tmpfs there", bad="fail")
         return
     mount = memory.limits(files.SHM, mount=True)[0]
-    fix = "start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory), or use backing memfd"
+    fix = "start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory)"
     yield _finding("/dev/shm", mount.free >= SMALL_SHM, f"{human(mount.free)} free of {human(mount.limit)}", fix)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from shmrl.arena import files as names
 from shmrl.arena import table
 from shmrl.arena._ctl import Ctl
-from shmrl.errors import ArenaCorrupt, ForeignArena, StaleHandle
+from shmrl.errors import ArenaCorrupt, ConfigError, ForeignArena, StaleHandle
 from shmrl.types import Handle
 
 LOOKS = 3  # a fault of a live arena is one that as many looks in a row see
@@ -50,7 +50,7 @@ class Snapshot:
 
 
 def open_readonly(address: str) -> Snapshot:
-    """A snapshot of an arena. ForeignArena (not here, or another uid's), ArenaCorrupt, ValueError."""
+    """A snapshot of an arena. ForeignArena (not here, or another uid's), ArenaCorrupt, ConfigError (no address)."""
     with _opened(address) as (live, ctl, _):
         head, stats, blocks, processes = ctl.read()
         used = table.processes(processes)
@@ -61,11 +61,13 @@ def open_readonly(address: str) -> Snapshot:
 @contextmanager
 def _opened(address: str) -> Iterator[tuple[int, Ctl, int]]:
     """(live descriptor, ctl mapped read-only, its bytes) of an arena; the errors of open_readonly."""
-    where = names.parse(address)
     try:
+        where = names.parse(address)
         live = where.open("live", write=True)  # probing a lock needs a description that could take it
     except (FileNotFoundError, PermissionError) as error:
         raise ForeignArena(f"{address} is not on this host for uid {os.geteuid()}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     try:
         with _mapped(where) as mapped, Ctl(mapped) as ctl:
             yield live, ctl, len(mapped)

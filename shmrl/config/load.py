@@ -28,7 +28,9 @@ def read_layers(files: Sequence[Path], flags: Mapping[str, str] | None = None) -
     for file in files:
         try:
             layer = tomllib.loads(file.read_text())
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file}: {error}") from None
         _merge(tree, layer, str(file), "", origin)
     for key, raw in (flags or {}).items():
@@ -115,7 +117,7 @@ def _line(model: type[BaseModel], item: Any, origin: dict[str, str]) -> str:
     """One fault as `file: dotted.key = value: what is wrong`."""
     path = [str(part) for part in item["loc"]]
     dotted = ".".join(path)
-    source = next((origin[key] for n in range(len(path), 0, -1) if (key := ".".join(path[:n])) in origin), "")
+    source = _source(path, origin)
     if item["type"] == "extra_forbidden":
         return _join(source, f"{dotted} = {item['input']!r}", "unknown key" + _did_you_mean(model, path))
     if item["type"] == "missing":
@@ -125,6 +127,14 @@ def _line(model: type[BaseModel], item: Any, origin: dict[str, str]) -> str:
     return _join(source, shown, message)
 
 
+def _source(path: list[str], origin: dict[str, str]) -> str:
+    """Who gave the value at `path`: the file it stands in, and every flag below it."""
+    file = next((origin[key] for n in range(len(path), 0, -1) if (key := ".".join(path[:n])) in origin), "")
+    below = ".".join([*path, ""])
+    flags = [given for key, given in origin.items() if key.startswith(below) and given.startswith("--")]
+    return ", ".join([*([file] if file else []), *flags])
+
+
 def _join(*parts: str) -> str:
     return ": ".join(part for part in parts if part)
 
@@ -132,7 +142,7 @@ def _join(*parts: str) -> str:
 def _did_you_mean(model: type[BaseModel], path: list[str]) -> str:
     """A suggestion among the keys of the table that the unknown key stands in."""
     known = _keys_at(model, path[:-1])
-    close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(path[-1], known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(known)}" if known else ""
 
 

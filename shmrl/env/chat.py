@@ -40,6 +40,7 @@ class ChatFormat:
 
     Attributes:
         stop_ids: ids that end a turn. num_experts, num_layers, top_k: the router's shape (num_experts None: dense).
+        vocab: number of ids the model knows.
 
     Example:
         >>> chat = chat_format("runs/run/weights/step_0")
@@ -58,6 +59,7 @@ class ChatFormat:
         self.num_experts: int | None = next((config[key] for key in _EXPERTS if config.get(key)), None)
         self.num_layers = int(config.get("num_hidden_layers", 0))
         self.top_k: int | None = config.get("num_experts_per_tok")
+        self.vocab: int | None = config.get("vocab_size")
 
     def prompt(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[int]:
         """Ids of a conversation that starts here, up to where the assistant speaks."""

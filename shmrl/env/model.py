@@ -244,8 +244,10 @@ class Model:
 
     def _builder(self) -> BranchBuilder:
         fields, chat = self.spec.fields, self._format
+        head_k = self.spec.head if "head" in fields else 0
+        captured: dict[str, Any] = {"head_k": head_k, "mask": "mask" in fields, "vocab": chat.vocab}
         if "routing" not in fields:
-            return BranchBuilder(head_k=self.spec.head if "head" in fields else 0, mask="mask" in fields)
+            return BranchBuilder(**captured)
         if chat.num_experts is None:
             raise EnvError(
                 f"{chat.directory}: routing is to be captured, but config.json names no experts: a dense model"
@@ -254,8 +256,7 @@ class Model:
             num_experts=chat.num_experts,
             layers=range(chat.num_layers),
             top_k=chat.top_k,
-            head_k=self.spec.head if "head" in fields else 0,
-            mask="mask" in fields,
+            **captured,
         )
 
     # ------------------------------------------------------------------------------------- what the engine says

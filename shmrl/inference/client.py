@@ -185,7 +185,7 @@ class EngineClient:
         return text
 
     async def _with_retries(self, path: str, body: Any, key: str | None) -> tuple[str, str]:
-        """(url, body of its 200). Waits for engines that are away or busy until the deadline; gives up early on real faults."""
+        """(url, body). Waits for engines that are away or busy until the deadline; gives up early on real faults."""
         deadline, faults, tries, avoid = time.monotonic() + self._timeout_s, 0, 0, None
         while True:
             url = self._choose(key, avoid)
@@ -229,7 +229,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=False)
         timeout = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), sock_connect=10)
         async with self._session.request(method, url + path, json=body, timeout=timeout) as response:
-            return response.status, await response.text()
+            return response.status, await response.text(errors="replace")
 
 
 # ----------------------------------------------------------------------------------------------------------- parsing
@@ -276,7 +276,7 @@ def parse_generation(answer: Mapping[str, Any], url: str, sampling: Mapping[str,
             weight_versions=[(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ()],
             url=url,
         )
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"{url} sent an answer this client cannot read: {type(error).__name__}: {error}") from error
 
 

@@ -8,6 +8,7 @@ only reads, and imports nothing but the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 KILL_TIMEOUT_S = 8.0
+CLEAN_TIMEOUT_S = KILL_TIMEOUT_S + 4.0
 
 
 class Janitor:
@@ -56,6 +58,10 @@ class Janitor:
         if kind is None:
             self.tell(farewell=True)
         os.close(self._write)
+        if kind is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLEAN_TIMEOUT_S)
+        self._process.kill()  # it may have been stopped, and would never end then
         self._process.wait()
 
 

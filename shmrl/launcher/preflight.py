@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from shmrl.config import RunTree
 from shmrl.errors import ConfigError, PortInUse
-from shmrl.node.host import capacity_bytes, free_shared_memory
+from shmrl.node.host import capacity_bytes, free_shared_memory, require_torch
 from shmrl.node.ports import require_free
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -58,6 +58,7 @@ class Budget:
 
 def check(tree: RunTree) -> Budget:
     """The arena's budget of a run that can start. ConfigError with every fault, or PortInUse naming the holder."""
+    require_torch()
     problems = _environments(tree)
     shape = _shape(tree, problems)
     budget = arena_budget(tree, shape)

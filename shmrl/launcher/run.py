@@ -62,9 +62,8 @@ def run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
             rundir.write_record({**record, **_ending(Outcome(1, "failed", f"{type(error).__name__}: {error}"))})
             raise
         rundir.write_record({**record, **_ending(outcome)})
-        log.log(
-            logging.INFO if outcome.code == 0 else logging.ERROR, "%s: %s", outcome.status, outcome.reason or "done"
-        )
+        level = logging.INFO if outcome.code == 0 else logging.ERROR
+        log.log(level, ": ".join(part for part in (outcome.status, outcome.reason) if part))
     return outcome.code
 
 
@@ -72,7 +71,7 @@ def _supervise(tree: RunTree, rundir: RunDir, arena: Arena, supervisor: Supervis
     """Run the process table to its end; an orderly one must have left nothing in the arena."""
     first = None
     if needs_tiny_model(tree):
-        first = Role("the tiny model", tiny_model_command(rundir.config("trainer")), rundir.log("launcher"))
+        first = Role("tiny-model", tiny_model_command(rundir.config("trainer")), rundir.log("launcher"))
     outcome = asyncio.run(supervisor.run(first, process_table(tree, rundir, resume=resume)))
     return _without_leaks(arena, outcome) if outcome.orderly else outcome
 

@@ -39,15 +39,18 @@ class MetricsFile:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The file's whole lines; a torn last line (the writer was killed) is left out."""
+    """The file's lines up to the first that is none of ours; a torn last one (the writer was killed) is left out."""
     if not path.exists():
         return []
     found = []
-    for text in path.read_text().splitlines():
+    for text in path.read_text(errors="replace").splitlines():
         try:
-            found.append(json.loads(text))
+            line = json.loads(text)
         except json.JSONDecodeError:
             break
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            break
+        found.append(line)
     return found
 
 

@@ -8,6 +8,7 @@ removes everything at the end; when it was killed, the launcher's janitor does, 
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import logging
 import os
 import re
@@ -36,8 +37,29 @@ log = logging.getLogger(__name__)
 
 SHM = Path("/dev/shm")
 SWEEP_S = 1.0
+_TRAIN = ("torch", "transformers", "safetensors")  # what of the extra `train` is imported
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _SOCKET_PATH_LIMIT = 107  # sun_path of a unix socket, without its final zero
+
+
+def require_torch() -> None:
+    """ConfigError unless what the engine and the trainer run on is installed; imports none of it."""
+    missing = [name for name in _TRAIN if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)}: not installed; the engine and the trainer need the extra 'train' "
+            "(pip install -c constraints.txt -e '.[train]')"
+        )
+
+
+def require_arena(arena: ArenaConfig) -> str:
+    """The address of the arena that somebody hosts for this process. RunError when the configuration has none."""
+    if arena.address is None:
+        raise RunError(
+            "arena.address is not set: `shmrl run` and `shmrl node` create the arena and write it into the files under "
+            "<output_dir>/configs/, which a role is started with"
+        )
+    return arena.address
 
 
 def read_token(arena: ArenaConfig) -> str | None:
@@ -156,6 +178,8 @@ def needs_tiny_model(tree: RunTree) -> bool:
 
 def main(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
     """Host a run whose roles are started by hand, until SIGTERM or Ctrl-C; prints the commands that start them."""
+    if needs_tiny_model(tree):
+        require_torch()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -142,16 +142,17 @@ class Episodes:
             return _failed(ask, ErrorInfo.of(error))
 
     def _received(self, ask: Ask, result: EpisodeResult, tag: str) -> EpisodeResult:
-        """Adopt what came. A lost block or a reward that is no number makes a failure of it."""
+        """Adopt what came. A lost block, a reward that is no number or too old a policy makes a failure of it."""
         try:
             self._ledger.adopt(result.samples, tag)
         except LostPayload as error:
             return _failed(ask, ErrorInfo.of(error))[0]
-        if result.success and math.isfinite(result.reward):
+        fault = result.error or _fault(ask, result)
+        if fault is None:
             self._failures.clear()
             return result
         self._ledger.release(result.samples)
-        return _failed(ask, result.error or ErrorInfo("RewardError", f"the reward is {result.reward}"))[0]
+        return _failed(ask, fault)[0]
 
     def _count_failure(self, ask: Ask, tag: str, result: EpisodeResult) -> None:
         error = result.error
@@ -199,6 +200,19 @@ class Episodes:
         """Wait for the replies of abandoned episodes, so that none of their blocks is missed."""
         if self._late:
             await asyncio.wait(set(self._late), timeout=timeout_s)
+
+
+def _fault(ask: Ask, result: EpisodeResult) -> ErrorInfo | None:
+    """Why an episode that its server calls a success is none."""
+    if not math.isfinite(result.reward):
+        return ErrorInfo("RewardError", f"the reward is {result.reward}")
+    if result.version_start < ask.version:
+        return ErrorInfo(
+            "EngineError",
+            f"the engine says that it generated with version {result.version_start}, but every engine had taken up "
+            f"version {ask.version} before the episode began",
+        )
+    return None
 
 
 def _failed(ask: Ask, error: ErrorInfo) -> list[EpisodeResult]:

@@ -28,7 +28,7 @@ from shmrl.env.client import EnvClient
 from shmrl.errors import RunError
 from shmrl.inference.client import EngineClient
 from shmrl.monitor.metrics import LoopLag
-from shmrl.node.host import read_token
+from shmrl.node.host import read_token, require_arena
 from shmrl.orchestrator.dispatcher import Dispatcher
 from shmrl.orchestrator.episodes import Episodes, together
 from shmrl.orchestrator.ledger import Ledger
@@ -83,7 +83,7 @@ class Orchestrator:
         self.attempt = secrets.token_hex(2)  # keeps the tags of a run's attempts apart
         self._background: set[asyncio.Task[None]] = set()
         config = tree.orchestrator
-        self.arena = Arena.attach(self._arena_address())
+        self.arena = Arena.attach(require_arena(tree.arena))
         self.ledger = Ledger(self.arena, tree.trainer.ranks)
         token = read_token(tree.arena)
         nominal = config.batch_size or config.inflight
@@ -97,11 +97,6 @@ class Orchestrator:
         self.link = TrainerLink(tree.trainer_address, tree.trainer.ranks, token)
         self.lag = LoopLag()
         self.report = StepReport(tree, self.arena, self.episodes, self.sources, self.lag)
-
-    def _arena_address(self) -> str:
-        if self.tree.arena.address is None:
-            raise RunError("arena.address is not set: `shmrl run` and `shmrl node` create the arena and write it")
-        return self.tree.arena.address
 
     # --- the whole -----------------------------------------------------------------------------------------------
 
@@ -134,19 +129,25 @@ class Orchestrator:
         if step and not self.resumed:
             raise RunError(f"the trainer stands at step {step}, and this run was not started with --resume")
         if step:
-            self.dispatcher.restore(self._saved_state(step))
-        log.info("%d env servers, %d engines and %d ranks are ready", len(self.sources), len(self.engine.urls),
-                 self.tree.trainer.ranks)  # fmt: skip
+            self._restore(step)
+        servers, engines = ", ".join(source.name for source in self.sources), ", ".join(self.engine.urls)
+        log.info("ready: env servers %s; engines %s; trainer ranks %d", servers, engines, self.tree.trainer.ranks)
         return step
 
-    def _saved_state(self, step: int) -> dict[str, Any]:
+    def _restore(self, step: int) -> None:
+        """Sampler positions of the step that the trainer resumed."""
         path = self.tree.run.output_dir / "checkpoints" / f"step_{step}" / "orchestrator.json"
         try:
-            return dict(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
+            self.dispatcher.restore(json.loads(path.read_text()))
+        except OSError as error:
             raise RunError(
                 f"the trainer stands at step {step}, but that step's state is not there ({error}): start the "
                 "trainer with --resume, too"
+            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{path} cannot be read ({type(error).__name__}: {error}): remove {path.parent} to resume from the "
+                "checkpoint before it"
             ) from None
 
     async def _begin(self, version: int) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shmrl.arena import Arena
 
 HEALTH_S = 5.0
+WARMUP_LINES = 10
 ARENA_METRICS = ("used_bytes", "peak_bytes", "blocks", "created", "freed", "orphaned", "spilled", "waits")
 
 
@@ -66,10 +67,11 @@ class StepReport:
             console.show(console.step_line(record, self._tree.run.max_steps))
 
     def warmed_up(self, step: int, trainer: Mapping[str, float]) -> None:
-        """A warm-up step: a line on the console only."""
+        """A warm-up step: every tenth of the warm-up a line, on the console only. There is no policy to mismatch."""
         self._last = time.monotonic()
-        if self._tree.monitor.console:
-            line = console.step_line({"step": step, **trainer}, self._tree.warmup.steps)
+        steps = self._tree.warmup.steps
+        if self._tree.monitor.console and (step == 1 or step % max(1, steps // WARMUP_LINES) == 0):
+            line = console.step_line({"step": step, **trainer, "train/mismatch_kl": None}, steps)
             console.show(f"warm-up {line}")
 
     # --- shares --------------------------------------------------------------------------------------------------

@@ -168,10 +168,7 @@ class TrainSink:
     def _watch_barren(self, scored: Sequence[Scored]) -> None:
         self._barren = 0 if any(episode.samples for episode in scored) else self._barren + len(scored)
         if self._barren >= BARREN_BATCHES * self._nominal:
-            raise RunError(
-                f"{self._barren} episodes in a row had nothing to train: every group's rewards were equal (the last: "
-                f"{scored[-1].result.reward:g}); harder tasks, another reward or filters.zero_advantage = false"
-            )
+            raise RunError(f"{self._barren} episodes in a row had nothing to train: {_why_barren(scored[-1])}")
 
     # --- out -----------------------------------------------------------------------------------------------------
 
@@ -218,6 +215,16 @@ class TrainSink:
         """Give up what is buffered."""
         while self._buffer:
             self.give_up(self._buffer.popleft())
+
+
+def _why_barren(last: Scored) -> str:
+    """What kept these episodes from being trained, seen at the last one."""
+    if not any(sample.S for sample in last.result.samples):
+        return "nothing was sampled in them; look at the engine's answers and at the environment's calls of the model"
+    return (
+        f"every group's rewards were equal (the last: {last.result.reward:g}); harder tasks, another reward or "
+        "filters.zero_advantage = false"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation

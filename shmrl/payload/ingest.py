@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from shmrl.errors import PayloadError
 from shmrl.payload.branch import Branch
@@ -51,7 +52,7 @@ class BranchBuilder:
     Args:
         num_experts, layers, top_k: the model's; num_experts=None means routing is not captured. layers: global ids.
         head_k: width of the captured top-k (0: no head); rows are stored with the sampled token first.
-        mask: whether sampling masks are captured.
+        mask: whether sampling masks are captured. vocab: ids end before it (None: not known, not checked).
 
     Example:
         >>> builder = BranchBuilder(num_experts=8, layers=range(4), head_k=20, mask=True)
@@ -67,6 +68,7 @@ class BranchBuilder:
         top_k: int | None = None,
         head_k: int = 0,
         mask: bool = False,
+        vocab: int | None = None,
     ) -> None:
         self.tokens: list[int] = []
         self.versions: list[int] = []
@@ -77,7 +79,7 @@ class BranchBuilder:
         self._covered = 0
         self._heads: list[tuple[Any, Any]] = []
         self._mask: list[Sequence[int]] = []
-        self._with_mask = mask
+        self._with_mask, self._vocab = mask, vocab
 
     @property
     def covered(self) -> int:
@@ -104,6 +106,7 @@ class BranchBuilder:
         new = [int(token) for token in generation.token_ids]
         if not new:
             return
+        self._check_vocab("tokens", new)
         if len(generation.logprobs) != len(new):
             raise PayloadError.of(
                 "logprobs",
@@ -138,6 +141,7 @@ class BranchBuilder:
             )
         if self._with_mask:
             ids, kept = mask_rows(self._mask)
+            self._check_vocab("mask", ids)
             counts = np.zeros(len(loss), np.int32)
             counts[loss] = kept
             mask = (ids, counts)
@@ -186,7 +190,9 @@ class BranchBuilder:
         top = generation.top_logprobs or ()
         if len(top) != len(new):
             raise PayloadError.of("head", f"{len(top)} rows for {len(new)} generated tokens", value=len(top))
-        self._heads.append(head_rows(top, new, self._head_k))
+        rows = head_rows(top, new, self._head_k)
+        self._check_vocab("head", rows[0])
+        self._heads.append(rows)
 
     def _add_mask(self, generation: Generation, new: list[int]) -> None:
         """No mask: the engine restricted nothing, as far as it knows; `Branch` refuses that on truncated sources."""
@@ -194,6 +200,11 @@ class BranchBuilder:
         if kept is not None and len(kept) != len(new):
             raise PayloadError.of("mask", f"{len(kept)} kept sets for {len(new)} generated tokens", value=len(kept))
         self._mask += [()] * len(new) if kept is None else kept
+
+    def _check_vocab(self, field: str, ids: ArrayLike) -> None:
+        """An id beyond the model's vocabulary would be an index out of range in a rank, far from its cause."""
+        if self._vocab is not None and np.size(ids) and (high := int(np.max(ids))) >= self._vocab:
+            raise PayloadError.of(field, f"id {high} is outside the model's vocabulary of {self._vocab}", value=high)
 
 
 def _version(label: Any) -> int:

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +101,29 @@ def _prune(folder: Path, keep: Checkpoint) -> None:
 def restore(tree: RunTree, ranks: Ranks, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """Optimizer and RNG state of `step` into this rank; the weights were loaded with the model.
 
-    RunError when the checkpoint's note is of another format or step.
+    RunError when a file is damaged, or when the checkpoint's note is of another format or step.
     """
     path = checkpoint_dir(tree, step)
-    note = json.loads((path / "trainer.json").read_text())
+    note = _loaded(path / "trainer.json", lambda file: dict(json.loads(file.read_text())))
     if (note.get("format"), note.get("step")) != (FORMAT, step):
         raise RunError(f"{path} cannot be resumed: it says {note}, expected format {FORMAT} and step {step}")
-    optim = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
+    optim = _loaded(path / "optimizer.pt", _tensors)
     set_optimizer_state_dict(policy, optimizer, optim_state_dict=optim, options=StateDictOptions(full_state_dict=True))
-    rng = torch.load(path / "rng.pt", map_location="cpu", weights_only=True)
+    rng = _loaded(path / "rng.pt", _tensors)
     if ranks.rank < len(rng):
         torch.set_rng_state(rng[ranks.rank])
+
+
+def _tensors(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _loaded(file: Path, load: Callable[[Path], Any]) -> Any:
+    """What `load` makes of the file; RunError with the way out when it is damaged (torch raises anything then)."""
+    try:
+        return load(file)
+    except Exception as error:
+        raise RunError(
+            f"{file} cannot be read ({type(error).__name__}: {error}): remove {file.parent} to resume from the "
+            "checkpoint before it"
+        ) from error

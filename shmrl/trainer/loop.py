@@ -20,7 +20,7 @@ from shmrl.config import RunTree
 from shmrl.config.rundir import latest_checkpoint
 from shmrl.config.tree import Trainer
 from shmrl.errors import RunError
-from shmrl.node.host import read_token
+from shmrl.node.host import read_token, require_arena
 from shmrl.payload import micro_batches_from_wire
 from shmrl.trainer import checkpoint, weights
 from shmrl.trainer.link import OrchestratorLink
@@ -37,15 +37,12 @@ def main(tree: RunTree, resume: bool) -> int:
     # A rank that waits in a collective runs no Python handler: the kernel's default ends it at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if tree.arena.address is None:
-        raise RunError(
-            "arena.address is missing: the trainer starts from a resolved file that `run` or `node` has written"
-        )
+    address = require_arena(tree.arena)
     torch.manual_seed(tree.run.seed)
     ranks = Ranks(tree.trainer.device)
     if ranks.world != tree.trainer.ranks:
         raise RunError(f"trainer.ranks = {tree.trainer.ranks}, but {ranks.world} ranks were started")
-    with Arena.attach(tree.arena.address, reader=ranks.rank) as arena:
+    with Arena.attach(address, reader=ranks.rank) as arena:
         trainer = RankLoop(tree, ranks, arena, resume)
         trainer.serve()
     ranks.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
@@ -50,7 +51,7 @@ def load_model(path: Path, attention: str | None = None) -> Any:
         lm, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=attention, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise RunError(f"cannot load the model in {path}: {type(error).__name__}: {error}") from error
     faults = {kind: sorted(map(str, found[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     wrong = [f"{len(names)} {kind}: {', '.join(names[:3])}" for kind, names in faults.items() if names]

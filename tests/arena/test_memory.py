@@ -1,6 +1,8 @@
 """Bounds: sizes, a small /dev/shm, a cgroup's limit, growth in steps."""
 
+import mmap
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -49,12 +51,33 @@ def test_headroom():
 
 
 def test_a_capacity_above_shared_memory_is_refused_with_both_sizes():
-    code, _, said = on_small_shm(16 * MIB, "from shmrl import Arena; Arena.create(16 * 1024 * 1024 + 1)")
-    assert code == 1
+    code, left, said = on_small_shm(
+        16 * MIB,
+        """
+import atexit, os
+from shmrl import Arena
+atexit.register(lambda: print(os.listdir("/dev/shm")))
+Arena.create(16 * 1024 * 1024 + 1)""",
+    )
+    assert (code, left) == (1, "[]\n")
     assert "ArenaFull" in said
     assert f"an arena of {16 * MIB + 65536} bytes" in said
     assert f"/dev/shm has {16 * MIB} bytes" in said
     assert "--shm-size=17m" in said
+
+
+def test_a_memfd_is_not_bound_by_shared_memory():
+    code, said, logged = on_small_shm(
+        MIB,
+        """
+from shmrl import Arena
+with Arena.create(16 << 20, backing="memfd") as arena:
+    with arena.get(arena.put(bytes(12 << 20)), verify=True) as view:
+        print(len(view))
+    arena.unlink()
+""",
+    )
+    assert (code, said) == (0, f"{12 * MIB}\n"), logged
 
 
 def test_all_of_a_small_mount_is_usable_and_its_end_is_an_error_not_a_signal():
@@ -143,6 +166,20 @@ def test_memory_is_committed_in_steps_ahead_of_use():
         arena.free(handles)
         assert arena.fsck() == []
         arena.unlink()
+
+
+def test_memory_that_was_touched_is_taken_first():
+    """SH-18: what one pass of blocks has faulted in, the next one finds mapped."""
+    data, faults = bytes(8 * MIB), []
+    with Arena.create("128MiB") as arena:
+        for _ in range(2):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            handles = [arena.put(data) for _ in range(8)]
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+            arena.free(handles)
+        arena.unlink()
+    assert faults[0] >= 64 * MIB // mmap.PAGESIZE // 16
+    assert faults[1] < faults[0] / 100
 
 
 def test_preallocate_commits_everything():

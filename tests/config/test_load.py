@@ -71,6 +71,22 @@ def test_a_flag_fault_names_the_flag(tmp_path):
         "--trainer.rank: trainer.rank = 2: unknown key; did you mean ranks?"
     ]
     assert "has 2 items" in problems(tmp_path, GOOD, {"orchestrator.train.source.5.ratio": "2"})[0]
+    assert problems(tmp_path, GOOD, {"traner.ranks": "2"}) == [
+        "--traner.ranks: traner = {'ranks': 2}: unknown key; did you mean trainer?"
+    ]
+
+
+def test_a_fault_of_several_keys_names_the_file_and_the_flags_that_made_it(tmp_path):
+    assert problems(tmp_path, GOOD, {"orchestrator.batch-size": "30"}) == [
+        f"{tmp_path}/run.toml, --orchestrator.batch-size: orchestrator: batch_size = 30 is not a multiple of a's "
+        "group_size = 8; batch_size = 30 is not a multiple of b's group_size = 8"
+    ]
+
+
+def test_a_file_that_is_not_there_is_named_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_run([tmp_path / "none.toml"])
+    assert caught.value.problems == [f"{tmp_path}/none.toml: No such file or directory"]
 
 
 @pytest.mark.parametrize(

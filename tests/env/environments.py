@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from shmrl.env import Environment, Episode, Generated
@@ -70,6 +71,15 @@ class DyingAtStart(Echo):
     def __init__(self):
         print("no more paper", flush=True)
         os._exit(3)
+
+
+class Gated(Echo):
+    """Says in `directory` that it is being loaded, and stays so until there is a file `open`."""
+
+    def __init__(self, directory):
+        (Path(directory) / f"loading-{os.getpid()}").touch()
+        while not (Path(directory) / "open").exists():
+            time.sleep(0.01)
 
 
 class Dying(Echo):

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from shmrl.env.client import EnvClient
+from shmrl.env.pool import Pool
 from shmrl.errors import ServerDied, TasksetError, WorkerDied
 from shmrl.types import Task
 from tests.env.conftest import EnvServer, rollout, server_config, until
@@ -62,6 +63,38 @@ async def test_good_replies_restore_the_restart_budget(hosted, spec):
             for i in range(10):
                 assert (await rollout(client, Task("1", {}), spec(), 100 + i)).success
         assert (await client.health())["restarts"] == 3
+
+
+async def test_workers_are_loaded_a_few_at_a_time(hosted, tmp_path, monkeypatch):
+    """As many as there are cores: all at once, they would starve each other past every deadline."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    (tmp_path / "open").touch()
+    async with hosted(ENVS + "Gated", {"directory": str(tmp_path)}) as (_, first):
+        (tmp_path / "open").unlink()
+        pool = Pool({**first._pool.settings}, 5, max_concurrent=1, restart_budget=0, hang_s=0, arena=first._arena)
+        pool.start()
+        try:
+            await until(lambda: len(list(tmp_path.glob("loading-*"))) == 3)
+            assert len(pool._workers) == 2
+            (tmp_path / "open").touch()
+            await until(lambda: pool.health()["ready"] == 5)
+            assert pool.health()["restarts"] == 0
+        finally:
+            await pool.close()
+
+
+async def test_without_a_worker_the_server_is_alive_and_not_ready(hosted, tmp_path, spec):
+    (tmp_path / "open").touch()
+    async with hosted(ENVS + "Gated", {"directory": str(tmp_path)}) as (client, _):
+        (tmp_path / "open").unlink()
+        (pid,) = (await client.health())["pids"]
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(list(tmp_path.glob("loading-*"))) == 2)
+        health = await client.health()
+        assert (health["alive"], health["ready"], health["workers"], health["pids"]) == (True, 0, 1, [])
+        waiting = asyncio.create_task(rollout(client, Task("0", {"text": "a"}), spec(fields=[]), keep="eval"))
+        (tmp_path / "open").touch()
+        assert (await waiting).success
 
 
 @pytest.mark.parametrize(

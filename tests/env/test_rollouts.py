@@ -1,5 +1,9 @@
 """Episodes end to end: a fake engine, a real server, a worker process, the arena, the client."""
 
+import asyncio
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -8,7 +12,7 @@ from shmrl.errors import ProtocolError
 from shmrl.payload import read_header, read_text, read_tokens
 from shmrl.payload.header import read_loss_mask
 from shmrl.types import Task
-from tests.env.conftest import IM_END, rollout, server_config, serving
+from tests.env.conftest import IM_END, rollout, server_config, serving, until
 from tests.support.fake_engine import Oracle
 
 ENVS = "tests.env.environments:"
@@ -171,6 +175,21 @@ async def test_siblings_are_freed_when_one_branch_does_not_fit(spec, arena_of_1m
         task = Task("0", {"turns": 2, "branch": True})
         result = await rollout(client, task, spec(max_tokens=5000, max_model_len=1 << 16))
         assert (result.success, result.error.type) == (False, "ArenaFull"), result
+        stats = arena_of_1mib.stats()
+        assert (stats["blocks"], stats["created"], stats["freed"]) == (0, 1, 1)
+
+
+async def test_what_a_killed_worker_had_stored_is_freed(spec, arena_of_1mib, engine):
+    """The first branch is in the arena, the second waits for space when its worker dies."""
+    engine.oracle = Oracle(stop_every=0)
+    async with serving(server_config(arena_of_1mib.address, ENVS + "Turns")) as (client, _):
+        task = Task("0", {"turns": 2, "branch": True})
+        flying = asyncio.create_task(rollout(client, task, spec(max_tokens=5000, max_model_len=1 << 16)))
+        await until(lambda: arena_of_1mib.stats()["waits"] == 1)
+        assert arena_of_1mib.stats()["blocks"] == 1
+        (pid,) = (await client.health())["pids"]
+        os.kill(pid, signal.SIGKILL)
+        assert (await flying).error.type == "WorkerDied"
         stats = arena_of_1mib.stats()
         assert (stats["blocks"], stats["created"], stats["freed"]) == (0, 1, 1)
 

@@ -79,9 +79,9 @@ async def test_an_address_that_others_can_reach_needs_a_token(arena):
 
 
 async def test_servers_on_port_0_do_not_meet(arena):
-    servers = [EnvServer(ENVS + "Echo", config=server_config(arena.address, ENVS + "Echo")) for _ in range(8)]
+    servers = [EnvServer(ENVS + "Echo", config=server_config(arena.address, ENVS + "Echo")) for _ in range(32)]
     sockets = [server._bind() for server in servers]
-    assert len({server.address for server in servers}) == 8
+    assert len({server.address for server in servers}) == 32
     for server, bound in zip(servers, sockets, strict=True):
         bound.close(linger=0)
         server._context.term()

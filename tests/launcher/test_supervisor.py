@@ -210,6 +210,18 @@ def test_kill_of_the_janitor_ends_the_run_with_one(launch):
     gone(env)
 
 
+def test_a_stopped_janitor_does_not_hold_the_end_of_a_run(launch):
+    until_told = "import pathlib, time\nwhile not pathlib.Path('DIR/go').exists(): time.sleep(0.02)"
+    launcher = launch(server("env"), f"orchestrator|fd|{until_told}")
+    janitor = launcher.pid("janitor")
+    os.kill(janitor, signal.SIGSTOP)
+    launcher.pid("env")
+    (launcher.directory / "go").touch()
+    code, output = launcher.finish()
+    assert code == 0, output
+    gone(janitor)
+
+
 def test_the_janitor_is_small_and_survives_signals(launch, tmp_path):
     launcher = launch(server("orchestrator", "fd"))
     janitor = psutil.Process(launcher.pid("janitor"))

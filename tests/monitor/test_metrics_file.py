@@ -4,6 +4,8 @@ import asyncio
 import json
 import math
 
+import pytest
+
 from shmrl.monitor.metrics import LoopLag, MetricsFile, rss_bytes
 
 
@@ -32,6 +34,14 @@ def test_a_resumed_run_cuts_the_file_to_its_checkpoint(tmp_path):
     assert lines(path)[-1]["train/reward"] == 0.9
     MetricsFile(path, resume_step=0)
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("damage", [b"5\n", b'{"train/reward": 0.5}\n', b"\xff\xfe\n"])
+def test_a_damaged_line_ends_what_is_kept(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damage + b'{"step": 2}\n')
+    MetricsFile(path, resume_step=2).write({"step": 3})
+    assert [line["step"] for line in lines(path)] == [1, 3]
 
 
 def test_anonymous_memory_is_told_apart():

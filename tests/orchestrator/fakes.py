@@ -41,8 +41,9 @@ class Client:
     """One source's server, in this process. `play(call)` says what the call-th episode does: a reward, an exception to
     raise, ErrorInfo to answer, or a coroutine function to await that gives one of these."""
 
-    def __init__(self, arena, play=lambda call: float(call % 2), size=None, T=10):
+    def __init__(self, arena, play=lambda call: float(call % 2), size=None, T=10, version=None):
         self.arena, self.play, self.size, self.T = arena, play, size, T
+        self.version = version  # what the engine says, whatever it was given
         self.calls = itertools.count()
         self.asked = []  # (task id, model, group_id, seed, keep, tag)
 
@@ -61,7 +62,7 @@ class Client:
             raise outcome
         if isinstance(outcome, ErrorInfo):
             return EpisodeResult(success=False, task_id=task.id, error=outcome)
-        version = model["version"]
+        version = model["version"] if self.version is None else self.version
         made = (sample(self.arena, tag, T=self.T, version=version),)
         return EpisodeResult(
             success=True, task_id=task.id, reward=outcome, samples=made, num_turns=1, num_tokens=self.T,

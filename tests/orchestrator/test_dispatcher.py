@@ -252,6 +252,16 @@ async def test_a_reward_that_is_no_number_is_a_failure(tmp_path, arena, worker, 
     assert arena.stats()["blocks"] == 0
 
 
+async def test_an_engine_that_says_it_kept_old_weights_ends_the_run(tmp_path, arena, worker, parts):
+    p = parts(tree(tmp_path, batch_size=4, group_size=2), [Client(worker, version=0)], fail_limit=12)
+    p.ledger.release((await collect(p, 1)).samples)
+    p.dispatcher.serving(3)
+    with pytest.raises(RunError, match=r"12 episodes in a row failed .* EngineError: .* version 0, .* version 3 "):
+        await collect(p, 4)
+    await finish(p)
+    assert arena.stats()["blocks"] == 0
+
+
 async def test_a_group_its_environment_scores_is_one_request(tmp_path, arena, worker, parts):
     client = Client(worker, lambda call: ErrorInfo("EngineError", "503") if call == 1 else float(call))
     p = parts(tree(tmp_path, batch_size=4, group_size=4, max_inflight=4), [client])

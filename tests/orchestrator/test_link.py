@@ -79,6 +79,26 @@ async def test_a_step_goes_out_and_comes_back_published_then_reported(link_of):
     assert [await rank.hear() for rank in ranks] == [{"kind": "finish"}] * 2
 
 
+async def test_no_message_is_lost_to_a_wait_that_times_out(link_of, monkeypatch):
+    """10,000 messages while somebody waits 0.1 ms at a time."""
+    monkeypatch.setattr("shmrl.orchestrator.link.REPEAT_S", 1e-4)
+    link, connect = link_of(1)
+    rank = connect()
+    await rank.hello(0)
+    await link.hellos(10)
+
+    async def say_all():
+        for version in range(10_000):
+            await rank.say(kind="published", version=version, path=str(version))
+            if version % 20 == 0:
+                await asyncio.sleep(3e-4)  # longer than a wait
+
+    async with asyncio.timeout(60):
+        saying = asyncio.create_task(say_all())
+        assert [await link.published(version) for version in range(10_000)] == [str(i) for i in range(10_000)]
+        await saying
+
+
 async def test_a_wrong_token_a_stranger_and_noise_change_nothing(link_of):
     link, connect = link_of(1)
     thief, stranger, rank = connect(), connect(), connect()

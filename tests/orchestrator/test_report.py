@@ -2,7 +2,8 @@
 
 import pytest
 
-from shmrl.orchestrator.report import batch_metrics, spread
+from shmrl.config import load_run
+from shmrl.orchestrator.report import StepReport, batch_metrics, spread
 from shmrl.orchestrator.sinks import Batch, Scored
 from shmrl.types import EpisodeResult, Sample
 
@@ -23,3 +24,16 @@ def test_rewards_count_every_scored_episode_and_lags_those_that_ship():
 def test_rollouts_are_taken_evenly(count, chosen):
     episodes = [scored("a", float(i), 0) for i in range(10)]
     assert [int(episode.result.reward) for episode in spread(episodes, count)] == chosen
+
+
+def test_a_warm_up_says_ten_lines_and_nothing_of_a_mismatch(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[model.tiny]\n[warmup]\nsteps = 300\n[orchestrator]\nbatch_size = 8\n[[orchestrator.train.source]]\n"
+        'name = "a"\nenv.id = "reverse-text"\n'
+    )
+    report = StepReport(load_run([path]), None, None, [], None)
+    for step in range(1, 301):
+        report.warmed_up(step, {"train/loss": 0.5, "train/mismatch_kl": 0.0})
+    shown = [1, *range(30, 301, 30)]
+    assert capsys.readouterr().out.splitlines() == [f"warm-up step {step}/300 | loss 0.5000" for step in shown]

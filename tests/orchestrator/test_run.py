@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shmrl.arena import Arena
 from shmrl.config import dump_toml, env_server_from, load_run
+from tests.support.clock import wait_until
 from tests.support.fake_engine import FakeEngine
 from tests.support.runs import free_ports
 

@@ -52,6 +52,16 @@ def test_a_group_of_equal_rewards_leaves_nothing_and_a_batch_of_them_is_skipped(
         p.sink.add(group_of(p, worker, [0.3, 0.3], number=9))
 
 
+def test_a_run_whose_episodes_sample_nothing_says_so(tmp_path, worker, parts):
+    p = parts(tree(tmp_path, batch_size=2, group_size=2, filters={"zero_advantage": False}), [Client(worker)])
+    empty = [EpisodeResult(True, "task0", reward=reward) for reward in (0.0, 1.0)]
+    groups = [Group(p.sources[0], f"a-{number}", number, Task("task0", {}), 2, list(empty)) for number in range(10)]
+    for group in groups[:9]:
+        p.sink.add(group)
+    with pytest.raises(RunError, match=r"20 episodes in a row had nothing to train: nothing was sampled in them"):
+        p.sink.add(groups[9])
+
+
 def test_without_the_filter_zero_advantages_ship(tmp_path, worker, parts):
     p = parts(tree(tmp_path, batch_size=2, group_size=2, filters={"zero_advantage": False}), [Client(worker)])
     p.sink.add(group_of(p, worker, [0.3, 0.3]))

@@ -264,6 +264,27 @@ def test_answers_that_do_not_fit_their_tokens(change, words):
         builder().add_turn([1, 2], answer)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("token_ids", [3, 264], "tokens: id 264 "),
+        ("top_logprobs", [([3, 4], [-0.5, -1.0]), ([4, 300], [-0.5, -1.0])], "head: id 300 "),
+        ("sampling_mask", [[3], [4, 70_000]], "mask: id 70000 "),
+    ],
+)
+def test_ids_beyond_the_vocabulary_never_reach_a_rank(name, value, words):
+    answer = Answer([3, 4], total=4)
+    setattr(answer, name, value)
+    b = BranchBuilder(head_k=2, mask=True, vocab=264)
+
+    def whole():
+        b.add_turn([1, 2], answer)
+        return b.branch({})
+
+    with pytest.raises(PayloadError, match=f"{words}is outside the model's vocabulary of 264"):
+        whole()
+
+
 def test_no_mask_from_the_engine_means_no_restriction():
     answer = Answer([3, 4], total=4)
     answer.sampling_mask = None

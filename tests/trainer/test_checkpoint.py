@@ -79,6 +79,25 @@ def test_a_checkpoint_of_another_format_is_refused(trained):
         checkpoint.restore(tree, ranks, 1, policy, optimizer)
 
 
+@pytest.mark.parametrize("name", ["trainer.json", "optimizer.pt", "rng.pt"])
+def test_a_damaged_file_is_named_with_the_way_out(trained, name):
+    save, tree, ranks, policy, optimizer = trained
+    save(1)
+    file = checkpoint.checkpoint_dir(tree, 1) / name
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(RunError, match=rf"{file} cannot be read \(.*: remove {file.parent} to resume from the"):
+        checkpoint.restore(tree, ranks, 1, policy, optimizer)
+
+
+def test_damaged_weights_are_named(trained):
+    save, tree, ranks, *_ = trained
+    save(1)
+    file = checkpoint.checkpoint_dir(tree, 1) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(RunError, match=rf"cannot load the model in {file.parent}: SafetensorError"):
+        load_policy(tree, file.parent, ranks.device)
+
+
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from shmrl.config import TinyModel, load_run
 from shmrl.errors import ConfigError
@@ -118,6 +119,7 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         tree = load_run([Path(argv[0])])
+        disable_progress_bar()
         if tree.model.tiny is None:
             raise ConfigError(f"{argv[0]}: there is no [model.tiny] to write")
         write_tiny(tree.model.tiny, Path(tree.run.output_dir) / "weights" / "step_0", tree.run.seed)
