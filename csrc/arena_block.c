@@ -25,16 +25,17 @@ void srl_pend(srl_arena *a, uint32_t slot) {
     srl_store_sc(&a->h->pending_hint, 1);
 }
 
-/* Under the lock: the map first and the word last. `w` is the FREEING word that was won; anything else has
- * been dealt with. */
+/* Under the lock: the map first, then the word, and the link of the free list where the span was only when the
+ * word no longer says that there is one. `w` is the FREEING word that was won; anything else has been dealt
+ * with. */
 static void free_locked(srl_arena *a, srl_block *b, uint64_t w) {
     if (SRL_STATE(w) != SRL_FREEING || srl_load_sc(&b->word) != w)
         return;
     srl_span_give(a, b->offset, b->span, SRL_OWNER(w));
-    srl_store_relaxed(&b->offset, a->h->free_slot);
     srl_store_sc(&b->word, SRL_WORD(SRL_GEN(w) + 1, SRL_FREE, 0, 0));
+    srl_store_relaxed(&b->offset, a->h->free_slot);
     if (SRL_GEN(w) + 1 != UINT32_MAX)
-        a->h->free_slot = (uint64_t)(b - a->blocks) + 1;
+        SRL_SET(a->h->free_slot, (uint64_t)(b - a->blocks) + 1);
     a->freed = true;
     srl_event_note(a, SRL_DID_FREE, (uint32_t)(b - a->blocks), SRL_GEN(w), b->nbytes);
 }
@@ -105,7 +106,7 @@ static void take_slot(srl_arena *a, uint64_t slot) {
     if (slot == h->table_used)
         srl_store_relaxed(&h->table_used, slot + 1);
     else
-        h->free_slot = srl_load_relaxed(&srl_at(a, (uint32_t)slot)->offset);
+        SRL_SET(h->free_slot, srl_load_relaxed(&srl_at(a, (uint32_t)slot)->offset));
 }
 
 static void describe(srl_block *b, const srl_request *r, uint64_t span) {

@@ -52,7 +52,7 @@ uint64_t srl_ctl_fixed_size(uint32_t max_blocks) {
 }
 
 void srl_format(void *ctl, uint64_t capacity, const srl_header *given) {
-    srl_header made = *given, *h = ctl;
+    srl_header *h = ctl, made = *given;
     made.magic = 0;
     made.version = SRL_VERSION;
     made.capacity = capacity;
@@ -69,7 +69,7 @@ void srl_format(void *ctl, uint64_t capacity, const srl_header *given) {
         made.bins[i] = SRL_NONE;
     for (unsigned i = 0; i < SRL_CELL_CLASSES; i++)
         made.cell_pages[i] = SRL_NONE;
-    *h = made;
+    SRL_SET(*h, made);
     srl_store_release(&h->magic, SRL_MAGIC);
 }
 
