@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shmrl.arena import Arena, Handle
+from shmrl.arena.commands import stats
 from shmrl.errors import ArenaClosed, ArenaFull, PeerDied, PeerStalled, StaleHandle, TooManyProcesses
 from tests.arena.conftest import UNSHARE
 
@@ -459,3 +460,23 @@ def until(condition, timeout_s=20):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def test_a_role_is_named_by_its_title_and_anything_else_by_its_script(arena):
+    code = (
+        "import sys, setproctitle; from shmrl.arena import Arena; "
+        "sys.argv[2:] and setproctitle.setproctitle(sys.argv[2]); "
+        "arena = Arena.attach(sys.argv[1]); print(flush=True); sys.stdin.readline(); arena.close()"
+    )
+    commands = [[sys.executable, "-c", code, arena.address, *title] for title in (["shmrl:env-server:a"], [])]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for command in commands
+    ]
+    try:
+        for process in processes:
+            process.stdout.readline()
+        attached = {one["pid"]: one["name"] for one in stats(arena.address)[0]["attached"]}
+        assert [attached[process.pid] for process in processes] == ["env-server:a", f"-c {arena.address}"]
+    finally:
+        for process in processes:
+            process.communicate("\n")
