@@ -53,7 +53,7 @@ def require_torch() -> None:
 
 
 def require_arena(arena: ArenaConfig) -> str:
-    """The address of the arena that somebody hosts for this process. RunError when there is none, or nobody any more."""
+    """The address of the arena that somebody hosts for this process; RunError when nobody does."""
     from shmrl.arena import inspect
 
     if arena.address is None:
