@@ -111,7 +111,8 @@ class Run:
         tree = _run_tree("launcher", self.files, flags)
         from shmrl.launcher import run
 
-        return run.dry_run(tree) if self.dry_run else run.run(tree, resume=self.resume, clean=self.clean)
+        do = run.dry_run if self.dry_run else run.run
+        return do(tree, resume=self.resume, clean=self.clean)
 
 
 @dataclass

@@ -8,7 +8,9 @@ import pytest
 
 import shmrl
 from shmrl.cli import split_flags
+from shmrl.config import load_run
 from shmrl.errors import ConfigError
+from shmrl.node.host import exclusive
 
 RUN = """
 [run]
@@ -101,6 +103,19 @@ def test_dry_run_writes_configs_prints_the_table_and_starts_nothing(config, tmp_
     written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     roles = {f"configs/{role}.toml" for role in ("orchestrator", "trainer", "inference")}
     assert written == {*roles, "configs/envs/train/a.toml"}
+    assert "note:" not in done.stdout
+
+
+def test_a_dry_run_says_that_the_directory_is_used_and_keeps_off_a_run_that_goes_on(config, tmp_path):
+    out = tmp_path / "out"
+    (out / "weights").mkdir(parents=True)
+    done = cli("run", config, "--dry-run", "--run.output-dir", out)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1].startswith(f"note: {out} was used before (it has weights): continue it with")
+    assert "note:" not in cli("run", config, "--dry-run", "--resume", "--run.output-dir", out).stdout
+    with exclusive(load_run([config], {"run.output-dir": str(out)}).absolute()):
+        done = cli("run", config, "--dry-run", "--run.output-dir", out)
+    assert (done.returncode, "is in use by another run" in done.stderr) == (1, True)
 
 
 def test_help_shows_files_and_switches_as_they_are_typed():
@@ -115,6 +130,13 @@ def test_a_role_without_an_arena_says_where_the_address_comes_from(role, config,
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("shmrl: RunError: arena.address is not set: `shmrl run` and `shmrl node` create the arena")
+
+
+def test_a_role_whose_arena_is_gone_asks_for_its_host(config, tmp_path):
+    done = cli("trainer", config, "--run.output-dir", tmp_path / "out", "--arena.address", f"shm:{'0' * 32}")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("is its `shmrl run` or `shmrl node` alive?")
 
 
 @pytest.mark.parametrize("command", [["run"], ["run", "--dry-run"], ["trainer"], ["inference"], ["node"]])

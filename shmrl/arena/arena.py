@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from shmrl.arena import columns as tails
@@ -33,6 +34,7 @@ STEP = 64 << 20
 REFUSAL_HOLDS_S = 1.0  # after a refused step the limits are read again this much later
 TABLE_STEP = 16384  # descriptors: 4 MiB
 MAX_CAPACITY = 1 << 47
+_TITLE = b"shmrl:"  # what setproctitle puts before a role's name
 
 
 class Arena(Core):
@@ -376,7 +378,10 @@ def _attached(cls: type[Arena], where: Files, reader: int | None) -> Arena:
 
 
 def _process_name() -> bytes:
-    """What people see: the module or script, and its first argument."""
+    """What people see: the title of a role ("env-server:reverse-text"), else module or script and first argument."""
+    title = Path("/proc/self/cmdline").read_bytes().split(b"\0")[0]
+    if title.startswith(_TITLE):
+        return title.removeprefix(_TITLE)[:80]
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     first = spec.name if spec is not None else os.path.basename(sys.argv[0])
     return " ".join([first, *sys.argv[1:2]]).encode()[:80]

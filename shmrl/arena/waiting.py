@@ -6,6 +6,7 @@ The queue is first come first served across processes, with one place per proces
 from __future__ import annotations
 
 import errno
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,10 @@ from shmrl.errors import PeerDied
 if TYPE_CHECKING:
     from shmrl.arena.arena import Arena
 
+log = logging.getLogger(__name__)
 TICK_S = 0.02  # a waiter looks at least this often: for the dead, and for frees that woke nobody
 HOPE_S = 0.5  # how often it asks whether anybody is left who could free
+PATIENCE_S = 10.0  # a wait that lasts this long is told, with who holds the space; then after twice, four times as long
 
 
 class Waiting:
@@ -32,6 +35,7 @@ class Waiting:
         self._deadline = float("inf") if timeout_s is None else self._began + timeout_s
         self._queued = self._said = False
         self._asked = 0.0
+        self._told_at = PATIENCE_S
 
     def next(self, code: int) -> None:
         """code: EXFULL wants descriptors, EMLINK pages, ENOSPC neither would help. ArenaFull, PeerDied."""
@@ -46,6 +50,9 @@ class Waiting:
         now = time.monotonic()
         if not self._block or now >= self._deadline:
             raise arena._full(self._nbytes, now - self._began)
+        if now - self._began >= self._told_at:
+            self._told_at *= 2
+            log.warning("still waiting: %s", arena._full(self._nbytes, now - self._began))
         if not self._queued and not arena._in_queue:
             self._queued = arena._in_queue = True
             arena._queue(True)

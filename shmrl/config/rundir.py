@@ -100,18 +100,25 @@ def open_run_dir(output_dir: Path, *, resume: bool = False, clean: bool = False)
     if resume and clean:
         raise ConfigError("--resume continues a run and --clean removes it: give one of them")
     _require_writable(output_dir)
-    used = [name for name in _RESULTS if (output_dir / name).exists()]
-    if used and not (resume or clean):
-        raise ConfigError(
-            f"{output_dir} was used before (it has {', '.join(used)}): continue it with --resume, remove it with "
-            "--clean, or write elsewhere with --run.output-dir DIR"
-        )
+    if not (resume or clean) and (refusal := used_before(output_dir)):
+        raise ConfigError(refusal)
     if clean:
         for name in _OURS:
             _remove(output_dir / name)
     if resume:
         _drop_weights_after(output_dir, latest_checkpoint(output_dir))
     return RunDir(output_dir, _next_attempt(output_dir))
+
+
+def used_before(output_dir: Path) -> str | None:
+    """Why a new run may not start in this directory, or None."""
+    used = [name for name in _RESULTS if (output_dir / name).exists()]
+    if not used:
+        return None
+    return (
+        f"{output_dir} was used before (it has {', '.join(used)}): continue it with --resume, remove it with --clean, "
+        "or write elsewhere with --run.output-dir DIR"
+    )
 
 
 def peek_run_dir(output_dir: Path) -> RunDir:

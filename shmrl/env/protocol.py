@@ -7,7 +7,7 @@ and `error {type, message, chain}` where it failed. Never an array: samples trav
     health {wait}             facts of the pool (see server.py); wait=True: once a worker is ready
     info {}                   name, env_id, split, arena, node, fields, demonstrates, scores_groups,
                               max_concurrent, workers
-    tasks {split, start, n}   tasks: [[id, data, seed], ...], fewer than n only at the end of the set
+    tasks {split, start, n}   tasks: [[id, data, seed], ...], fewer than n only at the end of the set; n <= 1024
     run_rollout {task, model, group_id, seed, keep, tag}    one episode; keep = train | eval | warmup
     run_group {task, model, group_id, seeds, keep, tag}     one episode per seed, scored together; tags are tag/0, ...
     cancel {request_id, tag}  cancelled: whether it was still running; blocks of an unclaimed reply are freed
@@ -25,6 +25,7 @@ from shmrl.types import EpisodeResult, ErrorInfo, Task
 from shmrl.wire import pack, unpack
 
 METHODS = ("hello", "health", "info", "tasks", "run_rollout", "run_group", "cancel")
+MAX_TASKS = 1024
 KEEPS = ("train", "eval", "warmup")
 FIELDS = ("routing", "head", "mask")
 _EPISODE = (

@@ -34,7 +34,7 @@ from shmrl.env.chat import chat_format
 from shmrl.env.interface import Environment, Episode
 from shmrl.env.link import Link
 from shmrl.env.model import Model, ModelSpec, ScriptedModel
-from shmrl.env.protocol import KEEPS, episode_to_wire, error_reply, expect, task_from_wire, task_to_wire
+from shmrl.env.protocol import KEEPS, MAX_TASKS, episode_to_wire, error_reply, expect, task_from_wire, task_to_wire
 from shmrl.errors import EnvError, ProtocolError, ShmrlError
 from shmrl.inference.client import EngineClient
 from shmrl.monitor.log import setup
@@ -115,6 +115,8 @@ class Worker:
         expect(request, "tasks", split=str, start=int, n=int)
         if min(request["start"], request["n"]) < 0:
             raise ProtocolError(f"tasks: start = {request['start']}, n = {request['n']}: both count from 0")
+        if request["n"] > MAX_TASKS:  # they are made on the event loop, where every other episode would wait for them
+            raise ProtocolError(f"tasks: n = {request['n']} at once; at most {MAX_TASKS}")
         found = self.tasks.read(request["split"], request["start"], request["n"])
         return pack({"success": True, "tasks": [task_to_wire(task) for task in found]})
 

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,23 @@ def find(env_id: str) -> str | None:
 
 def _module_file(module: str) -> Path | None:
     """The file a module would be loaded from, by path alone: a package's own __init__ must not run in the launcher."""
-    relative = Path(*module.split("."))
+    top, *rest = parts = module.split(".")
     for root in ("", *sys.path):
-        for candidate in (relative.with_suffix(".py"), relative / "__init__.py", relative):
-            path = Path(root or os.curdir) / candidate
-            if path.is_file() or (candidate == relative and path.is_dir()):
-                return path
-    spec = importlib.util.find_spec(module) if "." not in module else None
-    return Path(spec.origin) if spec is not None and spec.origin else None
+        if found := _file_below(Path(root or os.curdir), parts):
+            return found
+    spec = importlib.util.find_spec(top)  # an editable install is on no path: its finder knows where the package is
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin else None
+    return next(filter(None, (_file_below(Path(root), rest) for root in spec.submodule_search_locations or ())), None)
+
+
+def _file_below(root: Path, parts: Sequence[str]) -> Path | None:
+    """The module's file, its package's __init__ or its namespace directory."""
+    path = root.joinpath(*parts)
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), path if path.is_dir() else None)
 
 
 def load(env_id: str, args: Mapping[str, Any]) -> Environment:

@@ -7,6 +7,7 @@ and takes well under two seconds. All faults are reported at once.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 
 from shmrl.config import RunTree
 from shmrl.errors import ConfigError, PortInUse
-from shmrl.node.host import capacity_bytes, free_shared_memory, require_torch
+from shmrl.node.host import SHM, capacity_bytes, free_shared_memory, require_torch
 from shmrl.node.ports import require_free
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -144,6 +145,8 @@ def _id_bytes(count: int) -> int:
 
 def _memory(tree: RunTree, budget: Budget) -> list[str]:
     problems = []
+    if not os.access(SHM, os.W_OK | os.X_OK):
+        problems.append(f"{SHM} cannot be written to (read-only, or not ours), and the arena is made there")
     if budget.capacity > budget.free:
         problems.append(
             f"arena.capacity = {tree.arena.capacity!r} needs {budget.capacity:,} B of shared memory, /dev/shm has "

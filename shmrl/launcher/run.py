@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import shmrl
 from shmrl.config import RunTree
-from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, peek_run_dir
+from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, peek_run_dir, used_before
 from shmrl.config.tree import Log
 from shmrl.launcher import preflight
 from shmrl.launcher.janitor import Janitor
@@ -55,7 +55,7 @@ def run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
         log.info("%s: attempt %d, logs in %s", tree.run.name, rundir.attempt, rundir.logs)
         log.info(_budget_line(budget))
         if resume:
-            log.info("resuming from %s", _checkpoint_name(tree.run.output_dir))
+            log.info("resuming from %s", _checkpoint_name(tree))
         try:
             outcome = _supervise(named, rundir, arena, Supervisor(run_id, janitor, arena.sweep), resume)
         except BaseException as error:
@@ -88,9 +88,11 @@ def _without_leaks(arena: Arena, outcome: Outcome) -> Outcome:
     return Outcome(1, "failed", f"every role finished, but the arena leaks: {counts}")
 
 
-def _checkpoint_name(output_dir: Path) -> str:
-    step = latest_checkpoint(output_dir)
-    return "the start: there is no complete checkpoint yet" if step is None else f"the checkpoint of step {step}"
+def _checkpoint_name(tree: RunTree) -> str:
+    step, last = latest_checkpoint(tree.run.output_dir), tree.run.max_steps
+    if step is None:
+        return "the start: there is no complete checkpoint yet"
+    return f"the checkpoint of step {step} of {last}" + (": there is nothing left to do" if step >= last else "")
 
 
 @contextmanager
@@ -148,11 +150,15 @@ def _versions() -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------ dry run
 
 
-def dry_run(tree: RunTree) -> int:
-    """Check everything, write the resolved configs, print what would be started; starts nothing."""
+def dry_run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
+    """Check everything, write the resolved configs, print what would be started; starts nothing.
+
+    RunError when a run is going on in the directory: its configs are not ours to write.
+    """
     budget = preflight.check(tree)
-    rundir = peek_run_dir(tree.run.output_dir)
-    rundir.write_configs(tree)
+    with exclusive(tree):
+        rundir = peek_run_dir(tree.run.output_dir)
+        rundir.write_configs(tree)
     roles = process_table(tree, rundir)
     rows = [("role", "count", "address", "log")]
     rows += [(role.name, str(role.count), role.address, str(role.log)) for role in roles]
@@ -163,6 +169,8 @@ def dry_run(tree: RunTree) -> int:
     print(_budget_line(budget))
     parts = ", ".join(f"{name} {nbytes:,.1f}" for name, nbytes in budget.per_token.items())
     print(f"bytes per token: {budget.bytes_per_token:,.1f} ({parts})")
+    if not (resume or clean) and (refusal := used_before(tree.run.output_dir)):
+        print(f"note: {refusal}")
     return 0
 
 

@@ -28,7 +28,7 @@ import tomli_w
 
 from shmrl.config import ArenaConfig, RunTree, parse_bytes
 from shmrl.config.rundir import RunDir, open_run_dir, write_atomic
-from shmrl.errors import ConfigError, ProcessFailed, RunError
+from shmrl.errors import ArenaError, ConfigError, ProcessFailed, RunError
 
 if TYPE_CHECKING:
     from shmrl.arena import Arena
@@ -53,12 +53,18 @@ def require_torch() -> None:
 
 
 def require_arena(arena: ArenaConfig) -> str:
-    """The address of the arena that somebody hosts for this process. RunError when the configuration has none."""
+    """The address of the arena that somebody hosts for this process; RunError when nobody does."""
+    from shmrl.arena import inspect
+
     if arena.address is None:
         raise RunError(
             "arena.address is not set: `shmrl run` and `shmrl node` create the arena and write it into the files under "
             "<output_dir>/configs/, which a role is started with"
         )
+    try:
+        inspect.open_readonly(arena.address)
+    except (ArenaError, ValueError) as error:
+        raise RunError(f"arena.address: {error}; is its `shmrl run` or `shmrl node` alive?") from None
     return arena.address
 
 

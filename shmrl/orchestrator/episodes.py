@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -73,6 +73,26 @@ async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def reach(peers: Mapping[str, Coroutine[Any, Any, None]], remind_s: float = 10.0) -> None:
+    """Await all of these peers' greetings, like `together`; a log line says now and then who is still missing."""
+    missing = dict.fromkeys(peers)
+
+    async def greet(name: str, greeting: Coroutine[Any, Any, None]) -> None:
+        await greeting
+        del missing[name]
+
+    async def remind() -> None:
+        while True:
+            await asyncio.sleep(remind_s)
+            log.info("waiting for %s", ", ".join(missing))
+
+    reminder = asyncio.create_task(remind())
+    try:
+        await together(*[greet(name, greeting) for name, greeting in peers.items()])
+    finally:
+        reminder.cancel()
 
 
 class Episodes:

@@ -64,7 +64,7 @@ class TrainerLink:
             try:
                 identity, raw = frames
                 self._take(identity, wire.unpack(raw))
-            except (ProtocolError, ValueError, KeyError, TypeError) as error:
+            except (ProtocolError, ValueError, KeyError, TypeError, OverflowError) as error:
                 log.warning("dropped an unreadable message of %d frames from a trainer: %s", len(frames), error)
             self._changed.set()
 

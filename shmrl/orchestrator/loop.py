@@ -30,7 +30,7 @@ from shmrl.inference.client import EngineClient
 from shmrl.monitor.metrics import LoopLag
 from shmrl.node.host import read_token, require_arena
 from shmrl.orchestrator.dispatcher import Dispatcher
-from shmrl.orchestrator.episodes import Episodes, together
+from shmrl.orchestrator.episodes import Episodes, reach, together
 from shmrl.orchestrator.ledger import Ledger
 from shmrl.orchestrator.link import TrainerLink
 from shmrl.orchestrator.report import StepReport
@@ -120,11 +120,8 @@ class Orchestrator:
     async def _connect(self) -> int:
         """Reach everyone; the step that is completed already."""
         timeout_s = self.tree.orchestrator.connect_timeout_s
-        await together(
-            *[source.connect(timeout_s, self.arena.address) for source in self.sources],
-            self.engine.health(timeout_s),
-            self.link.hellos(timeout_s),
-        )
+        peers = {f"env server {s.name}": s.connect(timeout_s, self.arena.address) for s in self.sources}
+        await reach(peers | {"inference": self.engine.health(timeout_s), "trainer": self.link.hellos(timeout_s)})
         step = self.link.completed
         if step and not self.resumed:
             raise RunError(f"the trainer stands at step {step}, and this run was not started with --resume")

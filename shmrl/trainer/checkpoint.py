@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from shmrl.config.tree import Checkpoint
 from shmrl.errors import RunError
 from shmrl.trainer.parallel import Ranks
 from shmrl.trainer.policy import Policy
-from shmrl.trainer.weights import steps_in, write_model
+from shmrl.trainer.weights import staging, steps_in, write_model
 
 FORMAT = 1
 
@@ -51,10 +50,7 @@ def save(
     if ranks.rank:
         return
     target = checkpoint_dir(tree, step)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".step_{step}.", dir=target.parent))
-    try:
-        work.chmod(0o755)
+    with staging(target) as work:
         write_model(policy.lm, weights, source, work)
         torch.save(optim, work / "optimizer.pt")
         torch.save(rng, work / "rng.pt")
@@ -62,9 +58,6 @@ def save(
         (work / "trainer.json").write_text(json.dumps(note, indent=1) + "\n")
         (work / "orchestrator.json").write_text(json.dumps(orchestrator) + "\n")
         _install(work, target)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
     _prune(target.parent, tree.trainer.checkpoint)
 
 

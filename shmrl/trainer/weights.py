@@ -10,12 +10,16 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from shmrl.config import RunTree
+from shmrl.errors import RunError
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)(\.index\.json)?$")
 _NOTES = {"STABLE", "tiny.json", "trainer.json", "orchestrator.json"}
@@ -40,10 +44,7 @@ def publish(tree: RunTree, version: int, lm: Any, state: dict[str, Tensor], sour
     Readers see either the old files or the new ones, never a part of one.
     """
     target = tree.weights_dir(version)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".step_{version}.", dir=target.parent))
-    try:
-        work.chmod(0o755)
+    with staging(target) as work:
         write_model(lm, state, source, work)
         if target.exists():
             for file in sorted(work.glob("*.safetensors*")):
@@ -51,10 +52,24 @@ def publish(tree: RunTree, version: int, lm: Any, state: dict[str, Tensor], sour
             shutil.rmtree(work)
         else:
             os.rename(work, target)
+    return target
+
+
+@contextmanager
+def staging(target: Path) -> Iterator[Path]:
+    """A directory beside `target` to be filled and renamed; removed when that fails. RunError says how much is free."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        work.chmod(0o755)
+        yield work
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of them
+        shutil.rmtree(work, ignore_errors=True)
+        free = shutil.disk_usage(target.parent).free
+        raise RunError(f"{target} cannot be written, {free:,} B are free: {type(error).__name__}: {error}") from error
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-    return target
 
 
 def prune(tree: RunTree, newest: int) -> None:

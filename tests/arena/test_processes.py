@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shmrl.arena import Arena, Handle
+from shmrl.arena.commands import stats
 from shmrl.errors import ArenaClosed, ArenaFull, PeerDied, PeerStalled, StaleHandle, TooManyProcesses
 from tests.arena.conftest import UNSHARE
 
@@ -285,6 +286,27 @@ def test_a_stopped_process_is_alive(arena, helper):
     assert arena.stats()["blocks"] == 0
 
 
+def test_a_long_wait_says_for_whom_and_then_less_often(arena, helper, monkeypatch, caplog):
+    """SH-12: a stopped reader has the space. Told after 0.1, 0.2, 0.4 and 0.8 s; a put that finds room is not."""
+    monkeypatch.setattr("shmrl.arena.waiting.PATIENCE_S", 0.1)
+    handle = arena.put(bytes(40 * MIB))
+    other = helper(reader, arena.address, handle)
+    other.line()
+    other.signal(signal.SIGSTOP)
+    arena.free(handle)  # the reader's hold is all that is left of it
+    arena.free(arena.put(b"small"))
+    assert caplog.messages == []
+    with pytest.raises(ArenaFull):
+        arena.put(bytes(40 * MIB), timeout_s=1.2)
+    assert 2 <= len(caplog.messages) <= 4
+    for message in caplog.messages:
+        assert message.startswith("still waiting: no room for 40.0 MiB after ")
+        assert f"({other.process.pid}): 40.1 MiB in 1 blocks" in message
+    other.signal(signal.SIGCONT)
+    other.say()
+    assert other.wait() == 0
+
+
 def test_a_stopped_holder_of_the_lock_is_named_at_the_deadline(arena, helper):
     handles = [arena.put(b"") for _ in range(50_000)]
     hog = helper(lock_hog, arena.address)
@@ -459,3 +481,23 @@ def until(condition, timeout_s=20):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def test_a_role_is_named_by_its_title_and_anything_else_by_its_script(arena):
+    code = (
+        "import sys, setproctitle; from shmrl.arena import Arena; "
+        "sys.argv[2:] and setproctitle.setproctitle(sys.argv[2]); "
+        "arena = Arena.attach(sys.argv[1]); print(flush=True); sys.stdin.readline(); arena.close()"
+    )
+    commands = [[sys.executable, "-c", code, arena.address, *title] for title in (["shmrl:env-server:a"], [])]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for command in commands
+    ]
+    try:
+        for process in processes:
+            process.stdout.readline()
+        attached = {one["pid"]: one["name"] for one in stats(arena.address)[0]["attached"]}
+        assert [attached[process.pid] for process in processes] == ["env-server:a", f"-c {arena.address}"]
+    finally:
+        for process in processes:
+            process.communicate("\n")

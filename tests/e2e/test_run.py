@@ -3,6 +3,7 @@
 import signal
 import time
 
+import psutil
 import pytest
 
 from shmrl.node.host import read_token
@@ -30,6 +31,8 @@ class Broken(Environment):
 def test_two_runs_with_three_sources_each_side_by_side(run):
     first, second = (run(MULTI_ENV, sources=3, **STRICT).start() for _ in range(2))
     token = wait_until(lambda: _token(first), START_S, "the token")
+    first.wait_for_step(1)
+    assert not [one.pid for one in psutil.process_iter(["cmdline"]) if token in " ".join(one.info["cmdline"] or ())]
     for one in (first, second):
         code, output = one.finish(200)
         assert code == 0, output

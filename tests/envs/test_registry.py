@@ -1,6 +1,8 @@
 """Env ids resolve without importing the environment; what is wrong with one is said in a sentence."""
 
 import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import spec_from_file_location
 
 import pytest
 
@@ -21,6 +23,24 @@ def test_a_file_in_the_working_directory_is_found(tmp_path, monkeypatch):
     (tmp_path / "my_env.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.chdir(tmp_path)
     assert find("my_env:Thing") is None
+
+
+def test_what_only_a_finder_knows_is_found_without_import_too(tmp_path, monkeypatch):
+    """An editable install may be on no path."""
+    package = tmp_path / "source" / "deep"
+    package.mkdir(parents=True)
+    for file in (package.parent / "__init__.py", package / "__init__.py", package / "mine.py"):
+        file.write_text("raise SystemExit('imported')\n")
+
+    class Editable(MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            place = package.parent / "__init__.py"
+            return spec_from_file_location(name, place) if name == "only_the_finder_knows" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable()])
+    assert find("only_the_finder_knows:Thing") is None
+    assert find("only_the_finder_knows.deep.mine:Thing") is None
+    assert "there is no module" in find("only_the_finder_knows.deep.yours:Thing")
 
 
 @pytest.mark.parametrize(

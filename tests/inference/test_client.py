@@ -201,7 +201,10 @@ async def test_health_is_a_route_of_its_own(status: int, said: str | None) -> No
             await client.health(0.2)
 
 
-async def test_without_descriptors_it_waits_until_there_are_some(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_descriptors_it_waits_until_there_are_some(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmrl.inference.client.MAX_FAULTS", 1)  # it is no fault of an engine
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with Scripted(200).serving() as engine, EngineClient([engine.url], timeout_s=30) as client:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
@@ -216,11 +219,17 @@ async def test_without_descriptors_it_waits_until_there_are_some(caplog: pytest.
         assert len(engine.seen) == 1
 
 
-async def test_an_engine_that_comes_up_late_is_waited_for() -> None:
+async def test_an_engine_that_comes_up_late_is_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmrl.inference.client.MAX_FAULTS", 1)  # an engine that is away has none
     engine = Scripted(200)
     async with EngineClient([engine.url], timeout_s=30) as client:
         waiting = asyncio.ensure_future(client.generate([1], {}))
         await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            while "ClientConnectorError" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         async with engine.serving():
             assert (await waiting).url == engine.url
 

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from pathlib import Path
 
 import psutil
 import pytest
@@ -88,6 +89,11 @@ def test_sixteen_gibibytes_of_heads_do_not_fit_an_arena_of_eight(load, monkeypat
     assert budget.needed > 16 << 30
     (line,) = problems(tree)
     assert "max_inflight 1,024 x 16,384 tokens x 1,036.2 B = 16.2 GiB, arena.capacity is 8.0 GiB (configured)" in line
+
+
+def test_a_dev_shm_that_cannot_be_written_to_is_named(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "SHM", Path("/proc/sys"))  # read-only for everybody
+    assert "/proc/sys cannot be written to (read-only, or not ours), and the arena is made there" in problems(load())
 
 
 def test_a_small_dev_shm_names_both_sizes_and_the_flag(load, monkeypatch):

@@ -107,8 +107,11 @@ async def test_a_wrong_token_a_stranger_and_noise_change_nothing(link_of):
     await stranger.socket.send(b"\xc1")
     await stranger.socket.send_multipart([b"a", b"b", b"c"])
     await stranger.say(kind="hello", rank=0)
+    with pytest.raises(RunError, match=r"no hello from trainer ranks \[0\]"):
+        await link.hellos(0.3)
     await rank.hello(0)
     await link.hellos(10)
+    await rank.say(kind="published", version=float("inf"), path="/never")
     await rank.say(kind="published", version=1, path="/good")
     assert await link.published(1) == "/good"
 

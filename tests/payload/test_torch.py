@@ -26,7 +26,7 @@ def test_values_and_types(arena):
     assert (tensors.layers, tensors.num_experts, tensors.head_has_sampled) == ((0, 1), 8, False)
 
 
-@pytest.mark.parametrize(("E", "dtype"), [(512, torch.int32), (65_537, torch.int64)])
+@pytest.mark.parametrize(("E", "dtype"), [(512, torch.int32), (50_000, torch.int32), (65_537, torch.int64)])
 def test_wide_ids_widen_to_signed_types(arena, E, dtype):
     routing = [[[E - 1, 5]], [[0, min(40_000, E - 2)]]]
     sample = encode(arena, Branch([1, 2, 3], [0] * 3, [0.0] * 3, routing=routing, num_experts=E), tag=TAG)

@@ -1,6 +1,7 @@
 """Checkpoints on disk: complete or absent, how many stay, what is refused; and the learning rate a step resumes at."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -53,6 +54,19 @@ def test_a_save_that_fails_leaves_the_last_one(trained):
         save(2, {"at": {2}})
     assert [path.name for path in (tree.run.output_dir / "checkpoints").iterdir()] == ["step_1"]
     assert latest_checkpoint(tree.run.output_dir) == 1
+
+
+@pytest.mark.parametrize("limit", [10_000, 300_000])  # within the model, and within the optimizer's state
+def test_a_full_disk_is_named_and_leaves_nothing(trained, limit):
+    save, tree, *_ = trained
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(RunError, match=r"checkpoints/step_1 cannot be written, [\d,]+ B are free: "):
+            save(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tree.run.output_dir / "checkpoints").iterdir()) == []
 
 
 def test_optimizer_and_rng_come_back(trained):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from shmrl.errors import RunError
 from shmrl.trainer import weights
 from shmrl.trainer.models import load_model
 from shmrl.trainer.parallel import full_state
@@ -48,7 +49,7 @@ def test_a_directory_that_is_there_gets_new_weights_in_one_move(make_tree, model
 def test_a_failed_publication_leaves_nothing(make_tree, model_dir):
     tree = make_tree()
     lm = load_model(model_dir)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(RunError, match=r"weights/step_1 cannot be written, .* FileNotFoundError"):
         weights.publish(tree, 1, lm, full_state(lm), model_dir / "missing")
     assert list((tree.run.output_dir / "weights").iterdir()) == []
 

@@ -109,7 +109,7 @@ class Server:
     async def _body(self, request: web.Request) -> dict[str, Any]:
         try:
             body = await request.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRequest(f"the body is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")

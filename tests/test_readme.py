@@ -1,0 +1,30 @@
+"""The README's Python is run as it stands."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_arena_in_another_trainer():
+    echo, trainer = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert "class Echo(Environment)" in echo
+    done = subprocess.run([sys.executable, "-c", trainer], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "(100, 4, 2) 99\n"), done.stderr
+
+
+def test_an_environment_of_your_own(tmp_path):
+    echo, _ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "my_module.py").write_text(echo)
+    code = (
+        "import asyncio; from shmrl.envs.registry import load; from types import SimpleNamespace as Model\n"
+        "async def chat_text(messages): return messages[0]['content']\n"
+        "echo = load('my_module:Echo', {}); task = echo.tasks('train')[3]\n"
+        "print(asyncio.run(echo.rollout(task, Model(chat_text=chat_text))).reward)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
