@@ -1,4 +1,4 @@
-"""Builds the C core and its two bindings. Everything declarative is in pyproject.toml.
+"""Builds the C core and its bindings. Everything declarative is in pyproject.toml.
 
 SHMRL_SANITIZE=address|undefined|thread builds with that gcc sanitizer and frame pointers (run Python with
 LD_PRELOAD=$(gcc -print-file-name=libasan.so) for ASan). SHMRL_FULL_API=1 builds for this interpreter alone instead of
@@ -48,6 +48,7 @@ setup(
     ext_modules=cythonize(
         [
             extension("shmrl.arena._arena", "shmrl/arena/_arena.pyx", ARENA),
+            extension("shmrl.arena._ctl", "shmrl/arena/_ctl.pyx", ARENA),
             extension("shmrl.payload._payload", "shmrl/payload/_payload.pyx", PAYLOAD),
         ],
         language_level=3,

@@ -44,29 +44,29 @@ uint64_t srl_span_nbytes(uint64_t total) {
 }
 
 static void list_push(srl_arena *a, uint32_t *head, uint32_t p) {
-    a->pages[p].prev = SRL_NONE;
-    a->pages[p].next = *head;
+    SRL_SET(a->pages[p].prev, SRL_NONE);
+    SRL_SET(a->pages[p].next, *head);
     if (*head != SRL_NONE)
-        a->pages[*head].prev = p;
-    *head = p;
+        SRL_SET(a->pages[*head].prev, p);
+    SRL_SET(*head, p);
 }
 
 static void list_remove(srl_arena *a, uint32_t *head, uint32_t p) {
     srl_page *r = a->pages + p;
     if (r->prev == SRL_NONE)
-        *head = r->next;
+        SRL_SET(*head, r->next);
     else
-        a->pages[r->prev].next = r->next;
+        SRL_SET(a->pages[r->prev].next, r->next);
     if (r->next != SRL_NONE)
-        a->pages[r->next].prev = r->prev;
+        SRL_SET(a->pages[r->next].prev, r->prev);
 }
 
 static void mark_ends(srl_arena *a, uint32_t first, uint32_t n, unsigned kind, uint32_t writer) {
     srl_page *ends[2] = {a->pages + first, a->pages + first + n - 1};
     for (int i = 0; i < 2; i++) {
-        ends[i]->kind = (uint8_t)kind;
-        ends[i]->length = n;
-        ends[i]->last_writer = writer;
+        SRL_SET(ends[i]->kind, (uint8_t)kind);
+        SRL_SET(ends[i]->length, n);
+        SRL_SET(ends[i]->last_writer, writer);
     }
 }
 
@@ -74,14 +74,14 @@ static void bin_insert(srl_arena *a, uint32_t first, uint32_t n, uint32_t writer
     unsigned bin = bin_of(n);
     mark_ends(a, first, n, SRL_PAGE_FREE, writer);
     list_push(a, a->h->bins + bin, first);
-    a->h->bin_map[bin / 64] |= UINT64_C(1) << bin % 64;
+    SRL_SET(a->h->bin_map[bin / 64], a->h->bin_map[bin / 64] | UINT64_C(1) << bin % 64);
 }
 
 static void bin_remove(srl_arena *a, uint32_t first) {
     unsigned bin = bin_of(a->pages[first].length);
     list_remove(a, a->h->bins + bin, first);
     if (a->h->bins[bin] == SRL_NONE)
-        a->h->bin_map[bin / 64] &= ~(UINT64_C(1) << bin % 64);
+        SRL_SET(a->h->bin_map[bin / 64], a->h->bin_map[bin / 64] & ~(UINT64_C(1) << bin % 64));
 }
 
 /* The first non-empty bin at or above `bin`, or SRL_BINS. */
@@ -155,10 +155,10 @@ static uint32_t cells_page_new(srl_arena *a, unsigned cls) {
     if (p == SRL_NONE)
         return p;
     srl_page *r = a->pages + p;
-    r->kind = SRL_PAGE_CELLS;
-    r->cell_class = (uint8_t)cls;
-    r->cells_used = 0;
-    memset(r->cells, 0, sizeof r->cells);
+    SRL_SET(r->kind, SRL_PAGE_CELLS);
+    SRL_SET(r->cell_class, (uint8_t)cls);
+    SRL_SET(r->cells_used, 0);
+    SRL_ZERO(r->cells, sizeof r->cells);
     list_push(a, a->h->cell_pages + cls, p);
     return p;
 }
@@ -178,8 +178,9 @@ static int cell_take(srl_arena *a, unsigned cls, uint64_t *offset) {
         return -ENOSPC;
     srl_page *r = a->pages + p;
     unsigned cell = first_clear(r->cells);
-    r->cells[cell / 64] |= UINT64_C(1) << cell % 64;
-    if (++r->cells_used == cells_of(cls))
+    SRL_SET(r->cells[cell / 64], r->cells[cell / 64] | UINT64_C(1) << cell % 64);
+    SRL_SET(r->cells_used, (uint16_t)(r->cells_used + 1));
+    if (r->cells_used == cells_of(cls))
         list_remove(a, a->h->cell_pages + cls, p);
     *offset = (uint64_t)p * SRL_PAGE + (uint64_t)cell * cell_size(cls);
     return 0;
@@ -189,8 +190,9 @@ static void cell_give(srl_arena *a, uint64_t offset, uint32_t writer) {
     uint32_t p = (uint32_t)(offset / SRL_PAGE);
     srl_page *r = a->pages + p;
     unsigned cls = r->cell_class, cell = (unsigned)(offset % SRL_PAGE / cell_size(cls));
-    r->cells[cell / 64] &= ~(UINT64_C(1) << cell % 64);
-    if (r->cells_used-- == cells_of(cls))
+    SRL_SET(r->cells[cell / 64], r->cells[cell / 64] & ~(UINT64_C(1) << cell % 64));
+    SRL_SET(r->cells_used, (uint16_t)(r->cells_used - 1));
+    if (r->cells_used + 1u == cells_of(cls))
         list_push(a, a->h->cell_pages + cls, p);
     if (r->cells_used)
         return;
@@ -246,13 +248,13 @@ static bool span_is_sane(const srl_arena *a, const srl_block *b) {
 
 static void clear_caches(srl_arena *a) {
     srl_header *h = a->h;
-    memset(a->pages, 0, h->committed_pages * sizeof *a->pages);
-    memset(h->bin_map, 0, sizeof h->bin_map);
+    SRL_ZERO(a->pages, h->committed_pages * sizeof *a->pages);
+    SRL_ZERO(h->bin_map, sizeof h->bin_map);
     for (unsigned i = 0; i < SRL_BINS; i++)
-        h->bins[i] = SRL_NONE;
+        SRL_SET(h->bins[i], SRL_NONE);
     for (unsigned i = 0; i < SRL_CELL_CLASSES; i++)
-        h->cell_pages[i] = SRL_NONE;
-    h->free_slot = 0;
+        SRL_SET(h->cell_pages[i], SRL_NONE);
+    SRL_SET(h->free_slot, 0);
     srl_store_relaxed(&h->used_bytes, 0);
 }
 
@@ -272,11 +274,11 @@ static int place_block(srl_arena *a, const srl_block *b) {
     uint64_t bit = UINT64_C(1) << cell % 64;
     if (r->length && (r->kind != SRL_PAGE_CELLS || r->cell_class != cls || r->cells[cell / 64] & bit))
         return -EUCLEAN;
-    r->length = 1;
-    r->kind = SRL_PAGE_CELLS;
-    r->cell_class = (uint8_t)cls;
-    r->cells[cell / 64] |= bit;
-    r->cells_used++;
+    SRL_SET(r->length, 1);
+    SRL_SET(r->kind, SRL_PAGE_CELLS);
+    SRL_SET(r->cell_class, (uint8_t)cls);
+    SRL_SET(r->cells[cell / 64], r->cells[cell / 64] | bit);
+    SRL_SET(r->cells_used, (uint16_t)(r->cells_used + 1));
     return 0;
 }
 
@@ -327,8 +329,8 @@ int srl_rebuild(srl_arena *a) {
         if (SRL_STATE(w) == SRL_FREE) {
             if (SRL_GEN(w) == UINT32_MAX)
                 continue;
-            b->offset = h->free_slot;
-            h->free_slot = i + 1;
+            SRL_SET(b->offset, h->free_slot);
+            SRL_SET(h->free_slot, i + 1);
         } else if ((rc = place_block(a, b)) != 0)
             return rc;
     }

@@ -1,4 +1,5 @@
 /* Atomic helpers of the arena: the ordering is in the helper's name, and nothing else in csrc/ spells one.
+ * Every store to shared memory is one of these, or SRL_SET or SRL_ZERO of arena_points.h.
  *
  * Used by every arena_*.c, in every attached process (or thread, over malloc'd memory). The four accesses of
  * the holder protocol (set bit, re-read word; retire word, read bitmap) are Dekker's pattern, so they are
@@ -57,6 +58,8 @@ static inline void srl_store32_sc(uint32_t *p, uint32_t v) {
 static inline uint32_t srl_add32_sc(uint32_t *p, uint32_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
 }
+
+#include "arena_points.h"
 
 /* Bytes that a reader without a hold may look at while they change (tags): a relaxed copy, word by word. */
 static inline void srl_copy_relaxed(void *to, const void *from, unsigned nbytes) {

@@ -25,17 +25,19 @@ void srl_pend(srl_arena *a, uint32_t slot) {
     srl_store_sc(&a->h->pending_hint, 1);
 }
 
-/* Under the lock: the map first and the word last. `w` is the FREEING word that was won; anything else has
- * been dealt with. */
+/* Under the lock: the map first, then the word, and the link of the free list where the span was only when the
+ * word no longer says that there is one. `w` is the FREEING word that was won; anything else has been dealt
+ * with. */
 static void free_locked(srl_arena *a, srl_block *b, uint64_t w) {
     if (SRL_STATE(w) != SRL_FREEING || srl_load_sc(&b->word) != w)
         return;
     srl_span_give(a, b->offset, b->span, SRL_OWNER(w));
-    srl_store_relaxed(&b->offset, a->h->free_slot);
     srl_store_sc(&b->word, SRL_WORD(SRL_GEN(w) + 1, SRL_FREE, 0, 0));
+    srl_store_relaxed(&b->offset, a->h->free_slot);
     if (SRL_GEN(w) + 1 != UINT32_MAX)
-        a->h->free_slot = (uint64_t)(b - a->blocks) + 1;
+        SRL_SET(a->h->free_slot, (uint64_t)(b - a->blocks) + 1);
     a->freed = true;
+    srl_event_note(a, SRL_DID_FREE, (uint32_t)(b - a->blocks), SRL_GEN(w), b->nbytes);
 }
 
 void srl_drain(srl_arena *a) {
@@ -104,7 +106,7 @@ static void take_slot(srl_arena *a, uint64_t slot) {
     if (slot == h->table_used)
         srl_store_relaxed(&h->table_used, slot + 1);
     else
-        h->free_slot = srl_load_relaxed(&srl_at(a, (uint32_t)slot)->offset);
+        SRL_SET(h->free_slot, srl_load_relaxed(&srl_at(a, (uint32_t)slot)->offset));
 }
 
 static void describe(srl_block *b, const srl_request *r, uint64_t span) {
@@ -143,6 +145,7 @@ static int reserve_locked(srl_arena *a, srl_request *r) {
     r->generation = SRL_GEN(srl_load_sc(&b->word));
     describe(b, r, span);
     srl_store_sc(&b->word, SRL_WORD(r->generation, SRL_WRITING, 0, a->self));
+    srl_event_note(a, SRL_DID_RESERVE, r->slot, r->generation, r->nbytes);
     return 0;
 }
 
@@ -181,8 +184,10 @@ int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, ui
             srl_abort(a, slot, gen);
             return -ECANCELED;
         }
-        if (srl_cas_sc(&b->word, w, SRL_WORD(gen, SRL_READY, checked ? 0 : SRL_UNCHECKED, a->self)))
+        if (srl_cas_sc(&b->word, w, SRL_WORD(gen, SRL_READY, checked ? 0 : SRL_UNCHECKED, a->self))) {
+            srl_event_note(a, SRL_DID_SEAL, slot, gen, srl_load_relaxed(&b->nbytes));
             return 0;
+        }
     }
 }
 
@@ -257,9 +262,19 @@ int srl_adopt(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
         if (rc)
             return rc;
         if (srl_cas_sc(&srl_at(a, slot)->word, w,
-                       SRL_WORD(gen, SRL_READY, SRL_FLAGS(w) & ~SRL_ORPHAN, a->self)))
+                       SRL_WORD(gen, SRL_READY, SRL_FLAGS(w) & ~SRL_ORPHAN, a->self))) {
+            srl_event_note(a, SRL_DID_ADOPT, slot, gen, SRL_OWNER(w));
             return 0;
+        }
     }
+}
+
+/* READY -> RETIRED if the word is still `w`. The caller finishes, or holds the block itself. */
+bool srl_retire(srl_arena *a, srl_block *b, uint64_t w) {
+    if (!srl_cas_sc(&b->word, w, SRL_WITH_STATE(w, SRL_RETIRED)))
+        return false;
+    srl_event_note(a, SRL_DID_RETIRE, (uint32_t)(b - a->blocks), SRL_GEN(w), srl_load_relaxed(&b->nbytes));
+    return true;
 }
 
 int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
@@ -268,9 +283,8 @@ int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
         int rc = owned_word(a, slot, gen, nonce, true, &w);
         if (rc)
             return rc;
-        srl_block *b = srl_at(a, slot);
-        if (srl_cas_sc(&b->word, w, SRL_WITH_STATE(w, SRL_RETIRED))) {
-            srl_finish(a, b);
+        if (srl_retire(a, srl_at(a, slot), w)) {
+            srl_finish(a, srl_at(a, slot));
             return 0;
         }
     }
@@ -301,8 +315,10 @@ static int ship_held(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, 
         srl_store_relaxed((uint64_t *)&b->step, (uint64_t)step);
         unsigned flags = SRL_FLAGS(w) | SRL_SHIPPED;
         flags = (flags + SRL_EPOCH_ONE) & 0xfff; /* the epoch is the top of the flags */
-        if (srl_cas_sc(&b->word, w, SRL_WORD(gen, SRL_READY, flags, a->self)))
+        if (srl_cas_sc(&b->word, w, SRL_WORD(gen, SRL_READY, flags, a->self))) {
+            srl_event_note(a, SRL_DID_SHIP, slot, gen, readers);
             return 0;
+        }
     }
 }
 
@@ -316,13 +332,14 @@ int srl_ship(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t
     return rc;
 }
 
-static int done_held(srl_block *b, uint32_t gen, uint32_t reader) {
+static int done_held(srl_arena *a, srl_block *b, uint32_t gen, uint32_t reader) {
     uint64_t w = srl_load_sc(&b->word);
     if (!(SRL_FLAGS(w) & SRL_SHIPPED))
         return -ENODATA;
     srl_or_sc(word_of_bit(b->done, reader), mask_of_bit(reader));
+    srl_event_note(a, SRL_DID_DONE, (uint32_t)(b - a->blocks), gen, reader);
     while (SRL_STATE(w) == SRL_READY && SRL_GEN(w) == gen && srl_done_complete(b)) {
-        if (srl_cas_sc(&b->word, w, SRL_WITH_STATE(w, SRL_RETIRED)))
+        if (srl_retire(a, b, w))
             break;
         w = srl_load_sc(&b->word);
     }
@@ -333,7 +350,7 @@ int srl_done(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t
     int rc = srl_acquire(a, slot, gen, nonce);
     if (rc)
         return rc == -ESTALE ? 0 : rc; /* freed already: nothing left to say */
-    rc = done_held(srl_at(a, slot), gen, reader);
+    rc = done_held(a, srl_at(a, slot), gen, reader);
     srl_release(a, slot);
     return rc;
 }
@@ -349,16 +366,15 @@ static bool tag_under(const srl_block *b, const char *prefix, uint32_t len) {
 
 static bool discard_one(srl_arena *a, srl_block *b, const char *prefix, uint32_t len) {
     for (;;) {
-        uint64_t w = srl_load_sc(&b->word), to;
-        if (SRL_STATE(w) == SRL_READY)
-            to = SRL_WITH_STATE(w, SRL_RETIRED);
-        else if (SRL_STATE(w) == SRL_WRITING && !(SRL_FLAGS(w) & SRL_DISCARDED))
-            to = w | (uint64_t)SRL_DISCARDED << 16;
-        else
+        uint64_t w = srl_load_sc(&b->word);
+        bool ready = SRL_STATE(w) == SRL_READY;
+        if (!ready && (SRL_STATE(w) != SRL_WRITING || SRL_FLAGS(w) & SRL_DISCARDED))
             return false;
-        if (!tag_under(b, prefix, len))
+        if (!tag_under(b, prefix, len)) /* the tag belongs to exactly this word if the CAS succeeds */
             return false;
-        if (srl_cas_sc(&b->word, w, to)) { /* the tag read belongs to exactly this word */
+        if (!ready && srl_cas_sc(&b->word, w, w | (uint64_t)SRL_DISCARDED << 16))
+            return true;
+        if (ready && srl_retire(a, b, w)) {
             srl_finish(a, b);
             return true;
         }

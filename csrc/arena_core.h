@@ -7,7 +7,7 @@
  *   -ENOSPC  no space                        -ECANCELED  discarded meanwhile
  *   -EMLINK  more committed pages wanted     -EXFULL     more descriptors wanted
  *   -EAGAIN  the lock was busy               -ETIMEDOUT  the lock's live holder kept it
- *   -EUCLEAN control words contradict
+ *   -EUCLEAN control words contradict          -EPROTO    another SRL_VERSION
  *
  * Concurrency inside a process: srl_acquire, srl_release, srl_ship and srl_done use the private counts, so
  * the caller holds one mutex around them (the GIL). Everything else may run in any thread. The allocator's
@@ -30,6 +30,7 @@ typedef struct {
 typedef struct {
     srl_header *h;
     srl_process *processes;
+    srl_event *events;
     uint64_t *pending;
     srl_page *pages;
     srl_block *blocks;
@@ -64,6 +65,11 @@ void srl_format(void *ctl, uint64_t capacity, const srl_header *given); /* the m
 int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size);
 uint64_t srl_now_ns(int clock);
 
+/* events, arena_events.c: any thread, no lock, never waits */
+void srl_event_note(srl_arena *a, unsigned kind, uint32_t slot, uint32_t gen, uint64_t detail);
+unsigned srl_events_since(const srl_arena *a, uint64_t first,
+                          srl_event *out); /* out[SRL_EVENTS], oldest first */
+
 /* the allocator's lock and the queue for space, arena_lock.c. deadline_ns: CLOCK_MONOTONIC, 0 = do not wait
  */
 int srl_lock(srl_arena *a, uint64_t deadline_ns);
@@ -94,6 +100,7 @@ int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce);
 int srl_ship(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t readers, int64_t step);
 int srl_done(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t reader);
 int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t len);
+bool srl_retire(srl_arena *a, srl_block *b, uint64_t w);
 void srl_finish(srl_arena *a, srl_block *b);
 void srl_drain(srl_arena *a); /* under the lock: returns every pending block */
 bool srl_done_complete(const srl_block *b);

@@ -2,7 +2,7 @@
  *
  * Owned by every attached process together; mapped read-write by all of them, read-only by the inspectors.
  *
- *   ctl  = header | processes[256] | allocator | pending bitmap | pages[] | blocks[]
+ *   ctl  = header | processes[256] | events[4096] | pending bitmap | pages[] | blocks[]
  *   data = capacity bytes in pages of 64 KiB; all of its bookkeeping is in ctl
  *
  * Names
@@ -12,6 +12,7 @@
  *   generation  how often the descriptor was freed; one that reaches 2^32 - 1 is never used again
  *   span        bytes of `data` that a block owns: whole pages, one cell of a page cut into equal cells, none
  *   tail        columns table and checksums, behind the payload in the same span
+ *   event       what happened to a block or process; the last 4,096 are kept for people, decisions ignore them
  *
  * Invariants (block b, process p)
  *   refcount(b)           = popcount(b.holders)
@@ -29,7 +30,7 @@
 #include <stdint.h>
 
 #define SRL_MAGIC         UINT64_C(0x31616e6572616c72) /* "rlarena1" */
-#define SRL_VERSION       1
+#define SRL_VERSION       2 /* any change below bumps it; attach refuses every other one */
 #define SRL_MAX_PROCESSES 256
 #define SRL_PAGE          65536u
 #define SRL_TAG_MAX       112
@@ -39,6 +40,7 @@
 #define SRL_BINS          256
 #define SRL_CELL_CLASSES  29
 #define SRL_CELL_MAX      32768u
+#define SRL_EVENTS        4096u
 
 enum srl_state { SRL_FREE = 0, SRL_WRITING = 1, SRL_READY = 2, SRL_RETIRED = 3, SRL_FREEING = 4 };
 
@@ -101,6 +103,28 @@ typedef struct {
     uint64_t reserved2;
 } srl_page;
 
+enum srl_event_kind {
+    SRL_DID_RESERVE = 1,
+    SRL_DID_SEAL,
+    SRL_DID_ADOPT,
+    SRL_DID_SHIP,
+    SRL_DID_DONE,
+    SRL_DID_RETIRE,
+    SRL_DID_FREE,
+    SRL_DID_ORPHAN,
+    SRL_DID_SWEEP,     /* slot: the dead process */
+    SRL_DID_TAKE_OVER, /* slot: the dead owner of the lock */
+    SRL_DID_FILL,      /* no room for nbytes: the asker waits or is refused */
+};
+
+/* mark = number:48 | kind:8 | process:8, stored last; event `number` is in record number % SRL_EVENTS */
+typedef struct {
+    uint64_t mark;
+    uint64_t at_ns;  /* CLOCK_MONOTONIC_COARSE: a few ms wide, the number has the order */
+    uint64_t block;  /* generation:32 | slot:32 */
+    uint64_t detail; /* nbytes; of SHIP: the readers; of DONE: the reader */
+} srl_event;
+
 typedef struct {
     uint64_t magic; /* written last */
     uint32_t version, max_processes;
@@ -108,7 +132,7 @@ typedef struct {
     uint32_t node, boot; /* hashes: of boot id, hostname and device; of the boot id alone */
     uint64_t capacity, ctl_size;
     uint32_t max_pages, max_blocks, table_step, reserved;
-    uint64_t pending_off, pages_off, blocks_off;
+    uint64_t events_off, pending_off, pages_off, blocks_off;
     uint64_t orphan_ttl_ns, created_ns;
     char run_id[64];
 
@@ -125,6 +149,8 @@ typedef struct {
     uint64_t next_ticket, waits;
     uint32_t space_seq, space_waiters; /* futex word bumped by every free while somebody waits */
 
+    _Alignas(64) uint64_t events; /* how many there ever were */
+
     /* allocator, under the lock */
     _Alignas(64) uint64_t bin_map[SRL_BINS / 64];
     uint32_t bins[SRL_BINS];
@@ -135,6 +161,7 @@ _Static_assert(sizeof(srl_block) == 256, "a descriptor is four cache lines");
 _Static_assert(offsetof(srl_block, holders) == 64 && offsetof(srl_block, tag) == 128, "lines 0, 1, 2-3");
 _Static_assert(sizeof(srl_process) == 128, "a process entry is two cache lines");
 _Static_assert(sizeof(srl_page) == 64, "a page record is one cache line");
+_Static_assert(sizeof(srl_event) == 32, "two events are a cache line");
 _Static_assert(sizeof(srl_header) <= 4096, "the header is one page");
 
 #endif

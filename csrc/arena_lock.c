@@ -55,6 +55,7 @@ static int try_once(srl_arena *a, uint64_t flags, bool probe) {
         srl_store_sc(&h->lock, w); /* still the dead owner's: the next one meets the same contradiction */
         return rc;
     }
+    srl_event_note(a, SRL_DID_TAKE_OVER, owner, 0, 0);
     return 1;
 }
 

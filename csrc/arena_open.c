@@ -13,8 +13,11 @@ static uint64_t pages_of(uint64_t capacity) {
 static uint64_t processes_off(void) {
     return 4096;
 }
-static uint64_t pending_off(void) {
+static uint64_t events_off(void) {
     return processes_off() + SRL_MAX_PROCESSES * sizeof(srl_process);
+}
+static uint64_t pending_off(void) {
+    return events_off() + SRL_EVENTS * sizeof(srl_event);
 }
 static uint64_t pages_off(uint32_t max_blocks) {
     return pending_off() + ALIGN(max_blocks / 8, 4096);
@@ -49,45 +52,49 @@ uint64_t srl_ctl_fixed_size(uint32_t max_blocks) {
 }
 
 void srl_format(void *ctl, uint64_t capacity, const srl_header *given) {
-    srl_header *h = ctl;
-    *h = *given;
-    h->magic = 0;
-    h->version = SRL_VERSION;
-    h->capacity = capacity;
-    h->max_pages = (uint32_t)pages_of(capacity);
-    h->max_blocks = srl_max_blocks(capacity);
-    h->ctl_size = srl_ctl_size(capacity, h->max_blocks);
-    h->pending_off = pending_off();
-    h->pages_off = pages_off(h->max_blocks);
-    h->blocks_off = blocks_off(capacity, h->max_blocks);
-    h->created_ns = srl_now_ns(CLOCK_BOOTTIME);
-    h->next_ticket = 1;
+    srl_header *h = ctl, made = *given;
+    made.magic = 0;
+    made.version = SRL_VERSION;
+    made.capacity = capacity;
+    made.max_pages = (uint32_t)pages_of(capacity);
+    made.max_blocks = srl_max_blocks(capacity);
+    made.ctl_size = srl_ctl_size(capacity, made.max_blocks);
+    made.events_off = events_off();
+    made.pending_off = pending_off();
+    made.pages_off = pages_off(made.max_blocks);
+    made.blocks_off = blocks_off(capacity, made.max_blocks);
+    made.created_ns = srl_now_ns(CLOCK_BOOTTIME);
+    made.next_ticket = 1;
     for (unsigned i = 0; i < SRL_BINS; i++)
-        h->bins[i] = SRL_NONE;
+        made.bins[i] = SRL_NONE;
     for (unsigned i = 0; i < SRL_CELL_CLASSES; i++)
-        h->cell_pages[i] = SRL_NONE;
+        made.cell_pages[i] = SRL_NONE;
+    SRL_SET(*h, made);
     srl_store_release(&h->magic, SRL_MAGIC);
 }
 
 int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size) {
     srl_header *h = ctl;
-    if (ctl_size < pending_off())
+    if (ctl_size < processes_off())
         return -EUCLEAN;
-    if (srl_load_acquire(&h->magic) != SRL_MAGIC || h->version != SRL_VERSION)
+    if (srl_load_acquire(&h->magic) != SRL_MAGIC)
         return -EUCLEAN;
+    if (h->version != SRL_VERSION)
+        return -EPROTO;                               /* before anything that a version may move */
     uint64_t used = srl_load_acquire(&h->table_used); /* before what it is compared with: both only grow */
     uint64_t table = srl_load_acquire(&h->table_committed), pages = srl_load_acquire(&h->committed_pages);
     uint64_t capacity = h->capacity;
     if (capacity == 0 || capacity % SRL_PAGE || capacity / SRL_PAGE >= SRL_NONE ||
         h->max_blocks != srl_max_blocks(capacity) || h->ctl_size != srl_ctl_size(capacity, h->max_blocks) ||
-        h->ctl_size > ctl_size || h->max_pages != pages_of(capacity) || h->pending_off != pending_off() ||
-        h->pages_off != pages_off(h->max_blocks) || h->blocks_off != blocks_off(capacity, h->max_blocks) ||
-        h->max_processes == 0 || h->max_processes > SRL_MAX_PROCESSES || pages > h->max_pages ||
-        table > h->max_blocks || used > table)
+        h->ctl_size > ctl_size || h->max_pages != pages_of(capacity) || h->events_off != events_off() ||
+        h->pending_off != pending_off() || h->pages_off != pages_off(h->max_blocks) ||
+        h->blocks_off != blocks_off(capacity, h->max_blocks) || h->max_processes == 0 ||
+        h->max_processes > SRL_MAX_PROCESSES || pages > h->max_pages || table > h->max_blocks || used > table)
         return -EUCLEAN;
     memset(a, 0, sizeof *a);
     a->h = h;
     a->processes = (void *)((char *)ctl + processes_off());
+    a->events = (void *)((char *)ctl + h->events_off);
     a->pending = (void *)((char *)ctl + h->pending_off);
     a->pages = (void *)((char *)ctl + h->pages_off);
     a->blocks = (void *)((char *)ctl + h->blocks_off);

@@ -9,9 +9,11 @@
 #include <stdio.h>
 #include <time.h>
 
-static void orphan(srl_block *b, uint64_t w) {
+static void orphan(srl_arena *a, srl_block *b, uint64_t w) {
     srl_store_relaxed(&b->orphan_ns, srl_now_ns(CLOCK_BOOTTIME));
-    srl_cas_sc(&b->word, w, w | (uint64_t)SRL_ORPHAN << 16);
+    if (srl_cas_sc(&b->word, w, w | (uint64_t)SRL_ORPHAN << 16))
+        srl_event_note(a, SRL_DID_ORPHAN, (uint32_t)(b - a->blocks), SRL_GEN(w),
+                       srl_load_relaxed(&b->nbytes));
 }
 
 /* One step of a dead process's block towards where it would be had the process finished; true when nothing is
@@ -28,9 +30,9 @@ static bool settle(srl_arena *a, uint32_t slot, uint32_t p) {
         return false;
     case SRL_READY:
         if (flags & SRL_SHIPPED && srl_done_complete(b))
-            srl_cas_sc(&b->word, w, SRL_WITH_STATE(w, SRL_RETIRED));
+            srl_retire(a, b, w);
         else if (SRL_OWNER(w) == p && !(flags & SRL_ORPHAN))
-            orphan(b, w);
+            orphan(a, b, w);
         else
             return true;
         return false;
@@ -61,6 +63,7 @@ void srl_sweep(srl_arena *a, uint32_t p) {
     if (srl_lock_owner(a) == p && srl_lock(a, srl_now_ns(CLOCK_MONOTONIC) + 1000000000u) == 0)
         srl_unlock(a); /* took it over: the slot's next tenant would make the dead owner look alive */
     srl_drain_if_free(a);
+    srl_event_note(a, SRL_DID_SWEEP, p, 0, 0);
     srl_store_sc(&dead->used, 0);
 }
 
@@ -74,7 +77,7 @@ int64_t srl_expire_orphans(srl_arena *a) {
         if (SRL_STATE(w) != SRL_READY || !(SRL_FLAGS(w) & SRL_ORPHAN) ||
             srl_load_relaxed(&b->orphan_ns) + ttl > now)
             continue;
-        if (srl_cas_sc(&b->word, w, SRL_WITH_STATE(w, SRL_RETIRED))) {
+        if (srl_retire(a, b, w)) {
             srl_finish(a, b);
             n++;
         }
@@ -123,33 +126,34 @@ typedef struct {
         (r)->found++;                                                                                        \
     } while (0)
 
+#define BLOCK_FAULT(what, ...) FAULT(r, "block %u generation %u: " what "\n", i, SRL_GEN(w), ##__VA_ARGS__)
+
 static void check_block(const srl_arena *a, uint32_t i, uint64_t w, report *r) {
     const srl_block *b = a->blocks + i;
     uint64_t end = a->h->committed_pages * SRL_PAGE;
     unsigned state = SRL_STATE(w), owner = SRL_OWNER(w);
     if (state > SRL_FREEING)
-        FAULT(r, "block %u: state %u does not exist\n", i, state);
+        BLOCK_FAULT("state %u does not exist", state);
     if (b->span > end || b->offset > end - b->span)
-        FAULT(r, "block %u: span %lu + %lu passes the committed %lu bytes\n", i, b->offset, b->span, end);
+        BLOCK_FAULT("span %lu + %lu passes the committed %lu bytes", b->offset, b->span, end);
     if (b->nbytes + b->tail_nbytes > b->span)
-        FAULT(r, "block %u: %lu bytes and a tail of %u in a span of %lu\n", i, b->nbytes, b->tail_nbytes,
-              b->span);
+        BLOCK_FAULT("%lu bytes and a tail of %u in a span of %lu", b->nbytes, b->tail_nbytes, b->span);
     if (owner >= a->h->max_processes)
-        FAULT(r, "block %u: owner %u of %u processes\n", i, owner, a->h->max_processes);
+        BLOCK_FAULT("owner %u of %u processes", owner, a->h->max_processes);
     else if (state == SRL_WRITING && !a->processes[owner].used)
-        FAULT(r, "block %u: being written by process %u, which is not attached\n", i, owner);
+        BLOCK_FAULT("being written by process %u, which is not attached", owner);
     if (state == SRL_READY && !(SRL_FLAGS(w) & SRL_ORPHAN) && owner < a->h->max_processes &&
         !a->processes[owner].used)
-        FAULT(r, "block %u: owned by process %u, which is not attached, and no orphan\n", i, owner);
+        BLOCK_FAULT("owned by process %u, which is not attached, and no orphan", owner);
     uint64_t any = 0;
     for (unsigned p = 0; p < a->h->max_processes; p++) {
         uint64_t bit = srl_load_sc(b->holders + p / 64) >> p % 64 & 1;
         any |= bit;
         if (bit && !a->processes[p].used)
-            FAULT(r, "block %u: held by process %u, which is not attached\n", i, p);
+            BLOCK_FAULT("held by process %u, which is not attached", p);
     }
     if (state == SRL_RETIRED && !any)
-        FAULT(r, "block %u: retired, held by nobody, and not freed\n", i);
+        BLOCK_FAULT("retired, held by nobody, and not freed");
 }
 
 static uint64_t free_page_bytes(const srl_arena *a, report *r) {

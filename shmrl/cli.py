@@ -280,6 +280,80 @@ class ArenaStats:
 
 
 @dataclass
+class ArenaTop:
+    """Who has the most bytes: by holder, source and step, and the largest blocks."""
+
+    address: Positional[str | None] = None
+    """shm:<id>, as `arena ls` prints it; every live arena without it."""
+    count: int = 10
+    """Rows of each table."""
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self, _: Flags) -> int:
+        from shmrl.arena import commands
+
+        return _show(commands.top(self.address, self.count), commands.render_top, self.json)
+
+
+@dataclass
+class ArenaHolders:
+    """Who has a block: owner, readers, done set, and what happened to it."""
+
+    handle: Positional[str]
+    """The handle as it is printed: h and 64 hexadecimal digits."""
+    address: Positional[str | None] = None
+    """Needed for arenas that are not in /dev/shm."""
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self, _: Flags) -> int:
+        from shmrl.arena import commands
+
+        return _show(commands.holders(self.handle, self.address), commands.render_holders, self.json)
+
+
+@dataclass
+class ArenaFsck:
+    """Check every invariant of one arena, or of all of them; exits with 1 if there is a fault."""
+
+    address: Positional[str | None] = None
+    """shm:<id>, as `arena ls` prints it."""
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self, _: Flags) -> int:
+        from shmrl.arena import commands
+
+        rows = commands.fsck(self.address)
+        _show(rows, commands.render_fsck, self.json)
+        return int(any(row["faults"] for row in rows))
+
+
+@dataclass
+class ArenaTail:
+    """What happened last in an arena."""
+
+    address: Positional[str | None] = None
+    """shm:<id>; may be left out where one arena lives."""
+    count: int = 20
+    """How many events (at most 4,096 are kept)."""
+    follow: bool = False
+    """Go on printing them as they happen; with --json one object per line."""
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self, _: Flags) -> int:
+        from shmrl.arena import commands
+
+        if not self.follow:
+            return _show(commands.tail(self.address)[-self.count :], commands.render_tail, self.json)
+        for one in commands.follow(self.address):
+            print(json.dumps(one) if self.json else commands.render_tail([one]), flush=True)
+        return 0
+
+
+@dataclass
 class ArenaGc:
     """Remove the arenas that no live process is attached to."""
 
@@ -313,6 +387,10 @@ def _show(value: Any, render: Callable[[Any], str], as_json: bool) -> int:
 _ArenaCommand = (
     Annotated[ArenaLs, subcommand("ls")]
     | Annotated[ArenaStats, subcommand("stats")]
+    | Annotated[ArenaTop, subcommand("top")]
+    | Annotated[ArenaHolders, subcommand("holders")]
+    | Annotated[ArenaFsck, subcommand("fsck")]
+    | Annotated[ArenaTail, subcommand("tail")]
     | Annotated[ArenaGc, subcommand("gc")]
 )
 
@@ -323,6 +401,6 @@ _Command = (
     | Annotated[Trainer, subcommand("trainer")]
     | Annotated[Inference, subcommand("inference")]
     | Annotated[EnvServer, subcommand("env-server")]
-    | Annotated[_ArenaCommand, subcommand("arena", description="Look into shared memory: ls, stats, gc.")]
+    | Annotated[_ArenaCommand, subcommand("arena", description="Look into shared memory, without stopping anyone.")]
     | Annotated[Doctor, subcommand("doctor")]
 )

@@ -7,6 +7,7 @@ subclasses `Core`.
 """
 
 cimport cython
+from shmrl.arena.core cimport *
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
@@ -284,7 +285,7 @@ cdef class Core:
         if self.ctl == <uint8_t *> MAP_FAILED:
             self.ctl = NULL
             raise ArenaError(f"cannot map {ctl_nbytes} bytes of control words (RLIMIT_AS?)")
-        check(srl_open(&self.a, self.ctl, ctl_nbytes), "attach:")
+        open_ctl(&self.a, self.ctl, ctl_nbytes)
         self.holds_nbytes = self.a.h.max_blocks * sizeof(srl_hold)
         self.a.holds = <srl_hold *> mmap(
             NULL, self.holds_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
@@ -484,6 +485,10 @@ cdef class Core:
             srl_queue_enter(&self.a)
         else:
             srl_queue_leave(&self.a)
+
+    def _note_full(self, uint64_t nbytes):
+        """Leaves an event: there was no room for nbytes."""
+        srl_event_note(&self.a, SRL_DID_FILL, 0, 0, nbytes)
 
     def _space_wait(self, uint32_t seen, uint64_t timeout_ns):
         """Sleeps until space came back since `seen` was read, at most timeout_ns."""
@@ -715,82 +720,8 @@ cdef class Core:
             srl_unlock(&self.a)
         finally:
             PyBuffer_Release(&raw)
-        lines = bytes(text).split(b"\0", 1)[0].decode(errors="replace").splitlines()
-        return lines if len(lines) == found else [*lines, f"... {found} faults in all"]
-
-
-cdef dict counters(srl_stats *s):
-    """The pinned keys of stats()."""
-    return dict(blocks=s.blocks, used_bytes=s.used_bytes, peak_bytes=s.peak_bytes, committed_bytes=s.committed_bytes,
-                capacity_bytes=s.capacity_bytes, created=s.created, freed=s.freed, orphaned=s.orphaned,
-                spilled=s.spilled, waits=s.waits)
+        return fault_lines(bytes(text), found)
 
 
 cdef object _listed(object handles):
     return (handles,) if isinstance(handles, bytes) else handles
-
-
-# ------------------------------------------------------------------------------------------- for create, gc, inspectors
-
-
-def crc32c(data, crc=0):
-    """crc32c of a buffer, continued from `crc`. crc32c(b"123456789") == 0xe3069283."""
-    cdef Py_buffer source
-    PyObject_GetBuffer(data, &source, PyBUF_SIMPLE)
-    try:
-        return srl_crc32c(crc, source.buf, source.len)
-    finally:
-        PyBuffer_Release(&source)
-
-
-def crc_blocks(data, uint64_t step):
-    """crc32c of every `step` bytes of a buffer -> little-endian uint32 of each, as bytes."""
-    cdef Py_buffer source
-    PyObject_GetBuffer(data, &source, PyBUF_SIMPLE)
-    cdef bytes out = PyBytes_FromStringAndSize(NULL, (source.len + step - 1) // step * 4)
-    cdef uint32_t *to = <uint32_t *> PyBytes_AsString(out)
-    with nogil:
-        srl_crc_blocks(source.buf, source.len, step, to)
-    PyBuffer_Release(&source)
-    return out
-
-
-def ctl_nbytes(capacity):
-    """Size of the ctl file of an arena of this capacity, and how much of it is committed before anything else."""
-    blocks = srl_max_blocks(capacity)
-    return srl_ctl_size(capacity, blocks), srl_ctl_fixed_size(blocks)
-
-
-def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t boot, uint32_t max_processes,
-               uint32_t table_step, uint64_t orphan_ttl_ns, bytes run_id):
-    """Writes the header of a new ctl file (any writable buffer of 4,096 bytes or more), its magic last."""
-    cdef Py_buffer raw
-    cdef srl_header given
-    memset(&given, 0, sizeof(given))
-    memcpy(given.id, PyBytes_AsString(ident), 16)
-    memcpy(given.run_id, PyBytes_AsString(run_id), min(len(run_id), 63))
-    given.node, given.boot, given.max_processes, given.table_step = node, boot, max_processes, table_step
-    given.orphan_ttl_ns = orphan_ttl_ns
-    PyObject_GetBuffer(buffer, &raw, 1)  # PyBUF_WRITABLE
-    srl_format(raw.buf, capacity, &given)
-    PyBuffer_Release(&raw)
-
-
-def read_ctl(buffer):
-    """A mapped ctl, of a live or dead arena -> (header dict, counters, descriptors, processes); needs no process slot.
-
-    ArenaCorrupt if it is no ctl of this version or contradicts itself.
-    """
-    cdef Py_buffer raw
-    cdef srl_arena a
-    cdef srl_stats s
-    PyObject_GetBuffer(buffer, &raw, PyBUF_SIMPLE)
-    try:
-        check(srl_open(&a, raw.buf, raw.len), "inspect:")
-        srl_get_stats(&a, &s)
-        head = dict(run_id=(<bytes> a.h.run_id).decode(errors="replace"), node=a.h.node, boot=a.h.boot,
-                    created_ns=a.h.created_ns, max_processes=a.h.max_processes)
-        blocks = PyBytes_FromStringAndSize(<char *> a.blocks, <Py_ssize_t> (a.h.table_used * 256))
-        return head, counters(&s), blocks, PyBytes_FromStringAndSize(<char *> a.processes, a.h.max_processes * 128)
-    finally:
-        PyBuffer_Release(&raw)

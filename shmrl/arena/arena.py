@@ -19,7 +19,8 @@ from typing import Any
 from shmrl.arena import columns as tails
 from shmrl.arena import files as names
 from shmrl.arena import memory, table
-from shmrl.arena._arena import Block, Core, View, ctl_nbytes, format_ctl
+from shmrl.arena._arena import Block, Core, View
+from shmrl.arena._ctl import ctl_nbytes, format_ctl
 from shmrl.arena.files import Files
 from shmrl.arena.waiting import Waiting
 from shmrl.errors import ArenaCorrupt, ArenaFull, ChecksumError, ForeignArena, StaleHandle

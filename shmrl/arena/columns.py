@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from shmrl.arena._arena import View, crc32c, crc_blocks
+from shmrl.arena._arena import View
+from shmrl.arena._ctl import crc32c, crc_blocks
 from shmrl.errors import ArenaCorrupt, ChecksumError
 
 HEADER = struct.Struct("<IIII")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import posix_ipc
 
-from shmrl.arena import _arena
+from shmrl.arena._ctl import crc32c
 from shmrl.errors import ForeignArena
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
@@ -172,7 +172,7 @@ def node_of(directory: Path) -> tuple[int, int]:
     """(node, boot): 32-bit hashes of boot id, hostname and device of the directory; of the boot id alone."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     device = os.stat(directory).st_dev
-    return _arena.crc32c(boot + os.uname().nodename.encode() + device.to_bytes(8, "little")), _arena.crc32c(boot)
+    return crc32c(boot + os.uname().nodename.encode() + device.to_bytes(8, "little")), crc32c(boot)
 
 
 def _reopen(fd: int, flags: int) -> int:

@@ -33,7 +33,7 @@ class Waiting:
         self._arena, self._nbytes, self._total, self._block = arena, nbytes, total, block
         self._began = time.monotonic()
         self._deadline = float("inf") if timeout_s is None else self._began + timeout_s
-        self._queued = False
+        self._queued = self._said = False
         self._asked = 0.0
         self._told_at = PATIENCE_S
 
@@ -44,6 +44,9 @@ class Waiting:
             return
         if arena.sweep():
             return
+        if not self._said:
+            self._said = True
+            arena._note_full(self._nbytes)
         now = time.monotonic()
         if not self._block or now >= self._deadline:
             raise arena._full(self._nbytes, now - self._began)

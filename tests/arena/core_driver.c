@@ -1,5 +1,5 @@
 /* The C core alone, over malloc'd or anonymous shared memory: `threads` and `duel` for races, `takeover`
- * and `stopped` for the lock, `wrap` for the last generation.
+ * and `stopped` for the lock, `wrap` for the last generation, `publish` for bytes that only the word hands over.
  *
  * Built and run by test_core.py. Every "process" of the core is a thread, or a forked child that is killed.
  * Prints "ok" or what is wrong.
@@ -8,6 +8,7 @@
 #include "arena_core.h"
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -205,6 +206,40 @@ static void duel(void) {
     check_clean(0);
 }
 
+/* Reads the one block as soon as its word says so: nothing else orders the bytes. */
+static void *publisher(void *arg) {
+    srl_arena *a = arg;
+    for (int i = 0; i < ROUNDS; i++) {
+        srl_request r = {.nbytes = 64, .tag = "run/p", .tag_len = 5};
+        if (srl_reserve(a, &r, srl_now_ns(CLOCK_MONOTONIC) + 1000000000u))
+            return wrong("no block"), NULL;
+        memset(data + r.offset, (int)(r.nonce & 255), r.nbytes);
+        srl_seal(a, r.slot, r.generation, 0, 0, true);
+        sched_yield();
+        srl_free(a, r.slot, r.generation, r.nonce);
+    }
+    srl_store_sc(board, UINT64_MAX);
+    return NULL;
+}
+
+static void publish(void) {
+    pthread_t t;
+    srl_arena a, b;
+    make(zeroed);
+    attach(&a, 0, nobody_dies);
+    attach(&b, 1, nobody_dies);
+    pthread_create(&t, NULL, publisher, &a);
+    while (srl_load_sc(board) != UINT64_MAX)
+        for (uint32_t slot = 0; slot < 4; slot++) {
+            srl_block *at = srl_at(&b, slot);
+            read_block(&b, slot, SRL_GEN(srl_load_relaxed(&at->word)), srl_load_relaxed(&at->nonce));
+        }
+    pthread_join(t, NULL);
+    if (!reads)
+        wrong("no read found its block");
+    check_clean(0);
+}
+
 static void *shared(size_t n) {
     return mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 }
@@ -296,8 +331,9 @@ int main(int argc, char **argv) {
         const char *name;
         void (*run)(void);
     } modes[] = {
-        {"threads", threads}, {"duel", duel}, {"takeover", takeover}, {"stopped", stopped}, {"wrap", wrap}};
-    for (int i = 0; i < 5; i++)
+        {"threads", threads}, {"duel", duel}, {"publish", publish},
+        {"takeover", takeover}, {"stopped", stopped}, {"wrap", wrap}};
+    for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
         if (argc == 2 && !strcmp(argv[1], modes[i].name))
             modes[i].run();
     printf(faults ? "%d faults\n" : "ok\n", faults);

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from shmrl.arena._arena import crc32c, crc_blocks
+from shmrl.arena._ctl import crc32c, crc_blocks
 from shmrl.errors import ChecksumError
 
 ROWS = np.arange(10_000 * 6, dtype=np.uint16).reshape(10_000, 6)

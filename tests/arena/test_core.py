@@ -8,7 +8,7 @@ import pytest
 
 ENV = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the driver ends with its memory
 ROOT = Path(__file__).parents[2]
-CORE = [ROOT / "csrc" / f"arena_{name}.c" for name in ("alloc", "block", "lock", "open", "sweep")]
+CORE = [ROOT / "csrc" / f"arena_{name}.c" for name in ("alloc", "block", "events", "live", "lock", "open", "sweep")]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,7 @@ def test_threads_under_thread_sanitizer(built):
     binary = built("tsan", "-fsanitize=thread")
     run(binary, "threads")
     run(binary, "duel")
+    run(binary, "publish")
 
 
 def test_threads_and_wrap_under_address_and_undefined_sanitizers(built):

@@ -1,11 +1,17 @@
-# What the binding sees of csrc/: structs and functions of arena_core.h and arena_live.h. Read with _arena.pyx.
+# What the bindings see of csrc/: structs and functions of arena_core.h and arena_live.h. For _arena.pyx and _ctl.pyx.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 
+cdef extern from "errno.h":
+    enum: EPROTO
+
 cdef extern from "arena_live.h" nogil:
+    enum: SRL_EVENTS
+    enum: SRL_DID_FILL
     enum: SRL_PAGE
     enum: SRL_TAG_MAX
     enum: SRL_UNCHECKED
+    enum: SRL_VERSION
 
     ctypedef struct srl_block:
         uint64_t word, offset, nbytes, nonce, birth_ns, span
@@ -15,6 +21,12 @@ cdef extern from "arena_live.h" nogil:
         uint64_t used, ticket, pid, since_ns
         char name[88]
 
+    ctypedef struct srl_page:
+        uint32_t length
+
+    ctypedef struct srl_event:
+        uint64_t mark, at_ns, block, detail
+
     ctypedef struct srl_header:
         uint32_t version, max_processes
         uint8_t id[16]
@@ -23,7 +35,7 @@ cdef extern from "arena_live.h" nogil:
         uint32_t max_pages, max_blocks, table_step
         uint64_t pages_off, blocks_off, orphan_ttl_ns, created_ns
         char run_id[64]
-        uint64_t lock, used_bytes, committed_pages, table_committed, table_used
+        uint64_t events, lock, used_bytes, committed_pages, table_committed, table_used
         uint32_t space_seq
 
     ctypedef struct srl_hold:
@@ -32,6 +44,7 @@ cdef extern from "arena_live.h" nogil:
     ctypedef struct srl_arena:
         srl_header *h
         srl_process *processes
+        srl_page *pages
         srl_block *blocks
         uint32_t self
         srl_hold *holds
@@ -55,6 +68,8 @@ cdef extern from "arena_live.h" nogil:
     void srl_format(void *ctl, uint64_t capacity, const srl_header *given)
     int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size)
     uint64_t srl_now_ns(int clock)
+    void srl_event_note(srl_arena *a, unsigned kind, uint32_t slot, uint32_t gen, uint64_t detail)
+    unsigned srl_events_since(const srl_arena *a, uint64_t first, srl_event *out)
     int srl_lock(srl_arena *a, uint64_t deadline_ns)
     void srl_unlock(srl_arena *a)
     void srl_drain_if_free(srl_arena *a)
@@ -74,6 +89,7 @@ cdef extern from "arena_live.h" nogil:
     int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t length)
     int srl_commit_pages(srl_arena *a, uint64_t first, uint64_t end, uint64_t deadline_ns)
     int srl_commit_table(srl_arena *a, uint64_t first, uint64_t end, uint64_t deadline_ns)
+    int srl_rebuild(srl_arena *a)
     void srl_sweep(srl_arena *a, uint32_t process)
     void srl_get_stats(const srl_arena *a, srl_stats *out)
     int srl_fsck(srl_arena *a, char *out, unsigned out_len)
@@ -88,3 +104,28 @@ cdef extern from "arena_live.h" nogil:
     int srl_claim(srl_arena *a, srl_live *live)
     int srl_sweep_dead(srl_arena *a, srl_live *live)
     int srl_others_alive(const srl_arena *a, srl_live *live)
+
+
+cdef inline dict counters(srl_stats *s):
+    """The pinned keys of stats()."""
+    return dict(blocks=s.blocks, used_bytes=s.used_bytes, peak_bytes=s.peak_bytes, committed_bytes=s.committed_bytes,
+                capacity_bytes=s.capacity_bytes, created=s.created, freed=s.freed, orphaned=s.orphaned,
+                spilled=s.spilled, waits=s.waits)
+
+
+cdef inline list fault_lines(bytes text, int found):
+    """What srl_fsck() wrote, and how many more there were than it had room for."""
+    lines = text.split(b"\0", 1)[0].decode(errors="replace").splitlines()
+    return lines if len(lines) == found else [*lines, f"... {found} faults in all"]
+
+
+cdef inline int open_ctl(srl_arena *a, void *ctl, uint64_t nbytes) except -1:
+    """Believes a mapped ctl or says why not: ForeignArena (another version of the layout), ArenaCorrupt."""
+    from shmrl.errors import ArenaCorrupt, ForeignArena
+    cdef int rc = srl_open(a, ctl, nbytes)
+    if rc == -EPROTO:
+        raise ForeignArena(f"the arena has layout version {(<srl_header *> ctl).version}, this shmrl reads version "
+                           f"{SRL_VERSION}: use the version that made it (or shmrl arena gc)")
+    if rc:
+        raise ArenaCorrupt("the arena's control words are not an arena's, or contradict each other")
+    return 0

@@ -1,0 +1,219 @@
+"""The operator's tools, over live and dead arenas: what they say, and that they need no slot and change nothing."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shmrl.arena import Arena, commands, inspect
+from shmrl.errors import ForeignArena, StaleHandle
+
+LOCK, USED = 192, 256  # offsets of srl_header.lock and used_bytes
+
+
+def shmrl(*arguments):
+    command = [sys.executable, "-m", "shmrl", "arena", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def doomed(capacity):
+    """Leaves a sealed block, an unsealed one and a view, and waits to be killed."""
+    arena = Arena.create(capacity, run_id="doomed")
+    handle = arena.put(b"x" * 100_000, tag="run/src/g/e")
+    block = arena.reserve(70_000, tag="run/src/g/unsealed")
+    print(arena.address, handle, flush=True)
+    sys.stdin.readline()
+    del block
+
+
+def reader(address, text):
+    from shmrl.arena import Handle
+
+    with Arena.attach(address) as arena, arena.get(Handle.parse(text)):
+        print("reading", flush=True)
+        sys.stdin.readline()
+
+
+def writer(address):
+    """Puts and frees as fast as it can."""
+    with Arena.attach(address) as arena:
+        print("writing", flush=True)
+        while True:
+            arena.free(arena.put(b"x" * 5000, tag="run/busy", checksum=False))
+
+
+def ctl_path(address):
+    return Path(f"/dev/shm/shmrl-{os.geteuid()}-{address.removeprefix('shm:')}.ctl")
+
+
+def test_events_tell_the_life_of_a_block(arena):
+    handle = arena.put(b"x" * 1000, tag="run/src/g/e")
+    arena.ship(handle, readers=2, step=7)
+    arena.done(handle, reader=0)
+    live = commands.holders(str(handle))
+    assert [one["event"] for one in live["events"]] == ["reserve", "seal", "ship", "done"]
+    assert {one["tag"] for one in live["events"]} == {"run/src/g/e"}
+    arena.done(handle, reader=1)
+    told = commands.tail(arena.address)
+    assert [one["number"] for one in told] == list(range(len(told)))
+    about = [one for one in told if one["event"] != "sweep"]
+    assert [one["event"] for one in about] == ["reserve", "seal", "ship", "done", "done", "retire", "free"]
+    assert [one["detail"] for one in about] == [1000, 1000, 2, 0, 1, 1000, 1000]
+    assert all(f"({os.getpid()})" in one["process"] and one["age_s"] < 60 for one in about)
+    lines = commands.render_tail(about).splitlines()
+    assert "ship      block 0 generation 0 to 2 readers" in lines[2]
+    assert lines[6].endswith("free      block 0 generation 0 1000 B")
+
+
+def test_the_last_4096_events_are_kept(arena):
+    for _ in range(1100):
+        arena.free(arena.put(b""))
+    told = commands.tail(arena.address)
+    assert len(told) == 4096
+    assert [one["number"] for one in told] == list(range(told[0]["number"], told[0]["number"] + 4096))
+    assert commands.tail(arena.address, told[-2]["number"])[0] == {**told[-2], "age_s": pytest.approx(0, abs=60)}
+
+
+def test_a_full_arena_leaves_one_event(arena):
+    with pytest.raises(OSError, match="no room"):
+        arena.put(bytes(80 << 20), on_full="raise")
+    assert [(one["event"], one["detail"]) for one in commands.tail(arena.address)][-1] == ("full", 80 << 20)
+
+
+def test_top_orders_by_bytes(arena):
+    handles = [arena.put(bytes(n << 16), tag=f"run/s{n}/g") for n in (1, 5, 3)]
+    (row,) = commands.top(arena.address, 2)
+    assert [one["source"] for one in row["source"]] == ["s5", "s3"]
+    assert [one["tag"] for one in row["largest"]] == ["run/s5/g", "run/s3/g"]
+    text = commands.render_top([row])
+    assert text.index("s5") < text.index("s3")
+    assert "run/s1" not in text
+    arena.free(handles)
+
+
+def test_holders_names_owner_and_readers_dead_or_alive(arena, helper):
+    handle = arena.put(b"x" * 1000, tag="run/src")
+    other = helper(reader, arena.address, handle)
+    other.line()
+    text = commands.render_holders(commands.holders(str(handle)))
+    assert f"read by     -c {arena.address} ({other.process.pid})" in text
+    other.kill()
+    text = commands.render_holders(commands.holders(str(handle), arena.address))
+    assert f"({other.process.pid}), DEAD" in text
+    arena.free(handle)
+    arena.sweep()
+    with pytest.raises(StaleHandle, match="slot is free"):
+        commands.holders(str(handle))
+    with pytest.raises(ForeignArena, match="begins with"):
+        commands.holders("h01" + "0" * 62)
+
+
+def test_a_dead_arena_is_read_and_left_as_it_was(helper):
+    gone = helper(doomed, "2MiB")
+    address, handle = gone.line().split()
+    gone.kill()
+    before = ctl_path(address).read_bytes()
+    assert commands.fsck(address) == [{"address": address, "faults": [], "totals_checked": True}]
+    assert [one["event"] for one in commands.tail(address)] == ["reserve", "seal", "reserve"]
+    assert commands.render_holders(commands.holders(handle)).count("DEAD") == 1
+    assert commands.top(address)[0]["blocks"] == 2
+    assert ctl_path(address).read_bytes() == before
+    inspect.gc()
+
+
+def test_a_lock_with_a_dead_owner_is_no_fault(helper):
+    gone = helper(doomed, "2MiB")
+    address, _ = gone.line().split()
+    gone.kill()
+    with ctl_path(address).open("r+b", buffering=0) as ctl:
+        ctl.seek(LOCK)
+        assert struct.unpack("<Q", ctl.read(8))[0] & 0xFFFFFFFF == 0
+        ctl.seek(LOCK)
+        ctl.write(struct.pack("<Q", 99 << 32 | 1 << 16))  # owned by process 0, which is dead
+        ctl.seek(USED)
+        ctl.write(struct.pack("<Q", 12345))  # used_bytes as an interrupted allocation left it
+    (row,) = commands.fsck(address)
+    assert (row["faults"], row["totals_checked"]) == ([], True)
+    inspect.gc()
+
+
+def test_fsck_finds_faults_and_exits_with_one(helper):
+    gone = helper(doomed, "2MiB")
+    address, _ = gone.line().split()
+    gone.kill()
+    with ctl_path(address).open("r+b", buffering=0) as ctl:
+        ctl.seek(USED)
+        ctl.write(struct.pack("<Q", 12345))
+    done = shmrl("fsck", address)
+    assert done.returncode == 1
+    assert "blocks own 262144 bytes, the allocator counts 12345" in done.stdout
+    inspect.gc()
+
+
+def test_fsck_of_a_busy_arena_is_clean_and_stops_nobody(arena, helper):
+    busy = helper(writer, arena.address)
+    busy.line()
+    for _ in range(20):
+        created = arena.stats()["created"]
+        (row,) = commands.fsck(arena.address)
+        assert row["faults"] == []
+        assert arena.stats()["created"] > created
+    busy.kill()
+    arena.sweep()
+    assert commands.fsck(arena.address) == [{"address": arena.address, "faults": [], "totals_checked": True}]
+
+
+def test_inspectors_need_no_slot():
+    with Arena.create("1MiB", max_processes=1) as arena:
+        handle = arena.put(b"abc", tag="run/src")
+        for command in (["top"], ["fsck"], ["tail"], ["holders", handle]):
+            address = [] if command[0] == "holders" else [arena.address]
+            done = shmrl(*command, *address)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert arena.address in done.stdout or command == ["tail"]
+            json.loads(shmrl(*command, *address, "--json").stdout)
+        arena.unlink()
+
+
+def test_bad_arguments_are_usage_errors():
+    assert shmrl("holders", "h12").returncode == 2
+    assert shmrl("fsck", "nowhere").returncode == 2
+    done = shmrl("tail", "shm:" + "0" * 32)
+    assert done.returncode == 1
+    assert done.stderr.startswith("shmrl: ForeignArena")
+
+
+def test_follow_prints_what_happens_until_the_arena_is_gone(arena):
+    command = [sys.executable, "-m", "shmrl", "arena", "tail", arena.address, "--follow", "--json"]
+    arena.put(b"", tag="run/first")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        seen = [json.loads(process.stdout.readline()) for _ in range(2)]
+        arena.put(b"", tag="run/second")
+        seen += [json.loads(process.stdout.readline()) for _ in range(2)]
+        arena.unlink()
+        assert process.wait(60) == 1
+    assert [(one["event"], one["tag"]) for one in seen] == [
+        ("reserve", "run/first"),
+        ("seal", "run/first"),
+        ("reserve", "run/second"),
+        ("seal", "run/second"),
+    ]
+
+
+def test_another_layout_version_is_refused_with_both_numbers(arena):
+    with ctl_path(arena.address).open("r+b", buffering=0) as ctl:
+        ctl.seek(8)
+        (version,) = struct.unpack("<I", ctl.read(4))
+        ctl.seek(8)
+        ctl.write(struct.pack("<I", version - 1))
+        with pytest.raises(ForeignArena, match=f"layout version {version - 1}, this shmrl reads version {version}"):
+            Arena.attach(arena.address)
+        (row,) = [row for row in commands.ls() if row["address"] == arena.address]
+        assert (row["state"], arena.address in commands.render_ls([row])) == ("foreign", True)
+        ctl.seek(8)
+        ctl.write(struct.pack("<I", version))
+    Arena.attach(arena.address).close()
