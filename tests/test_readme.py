@@ -1,5 +1,6 @@
 """The README's Python is run as it stands."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,11 +9,18 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
+def run(code, cwd=None):
+    """What `code` prints, in a process of its own that sees this checkout."""
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(README.parent)}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_the_arena_in_another_trainer():
     echo, trainer = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert "class Echo(Environment)" in echo
-    done = subprocess.run([sys.executable, "-c", trainer], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "(100, 4, 2) 99\n"), done.stderr
+    assert run(trainer) == "(100, 4, 2) 99\n"
 
 
 def test_an_environment_of_your_own(tmp_path):
@@ -24,7 +32,4 @@ def test_an_environment_of_your_own(tmp_path):
         "echo = load('my_module:Echo', {}); task = echo.tasks('train')[3]\n"
         "print(asyncio.run(echo.rollout(task, Model(chat_text=chat_text))).reward)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
-    )
-    assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
+    assert run(code, cwd=tmp_path) == "1.0\n"

@@ -62,7 +62,7 @@ def run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
             rundir.write_record({**record, **_ending(Outcome(1, "failed", f"{type(error).__name__}: {error}"))})
             raise
         rundir.write_record({**record, **_ending(outcome)})
-        level = logging.INFO if outcome.code == 0 else logging.ERROR
+        level = {"finished": logging.INFO, "interrupted": logging.WARNING}.get(outcome.status, logging.ERROR)
         log.log(level, ": ".join(part for part in (outcome.status, outcome.reason) if part))
     return outcome.code
 

@@ -211,8 +211,10 @@ class Dispatcher:
                 "group %s: %d of %d episodes failed; dropped", running.group.id, running.failed, running.group.size
             )
             self._drop(running)
+            self._episodes.group_ended(running.failed, kept=False)
         elif running.started == running.group.size and not running.tasks:
             self._running.remove(running)
+            self._episodes.group_ended(running.failed, kept=True)
             self._sink.add(running.group)
             self._on_group()
 

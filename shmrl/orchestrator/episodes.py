@@ -104,6 +104,8 @@ class Episodes:
         self._ledger, self._run_id, self._fail_limit = ledger, run_id, fail_limit
         self._counts: Counter[Outcome] = Counter()
         self._failures: Counter[str] = Counter()  # since the last success
+        self._last_failure = "none"
+        self._in_dropped = 0  # failures in groups that were dropped, since one was kept
         self._open: dict[str, float] = {}
         self._late: set[asyncio.Task[list[EpisodeResult]]] = set()
 
@@ -180,12 +182,23 @@ class Episodes:
         if ask.keep == "train":
             self.end("timed_out" if error.type == "TimeoutError" else "failed")
             self.rejected += error.type == "PayloadError"
-        self._failures[f"{error.type}: {error.message}"] += 1
+        self._last_failure = f"{error.type}: {error.message}"
+        self._failures[self._last_failure] += 1
         log.warning("%s failed: %s: %s", tag, error.type, error.message)
         total = self._failures.total()
         if total >= self._fail_limit:
             text, n = self._failures.most_common(1)[0]
             raise RunError(f"{total} episodes in a row failed (three batches of nothing else); {n} of them with {text}")
+
+    def group_ended(self, failed: int, *, kept: bool) -> None:
+        """RunError when `fail_limit` episodes failed in dropped groups with none kept between: a success here and there
+        (room for one episode, in an arena that is too small for a batch) would hide for ever that nothing gets on."""
+        self._in_dropped = 0 if kept else self._in_dropped + failed
+        if self._in_dropped >= self._fail_limit:
+            raise RunError(
+                f"{self._in_dropped} episodes failed, and every group was dropped because too few of it succeeded; the "
+                f"last failure: {self._last_failure}"
+            )
 
     # --- given up ------------------------------------------------------------------------------------------------
 

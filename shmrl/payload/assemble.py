@@ -86,7 +86,7 @@ def assemble(
 
 
 def _verify(arena: Arena, read: list[tuple[int, str, int, int]], handles: tuple[Handle, ...]) -> None:
-    """Checks the row blocks that were read, and only those: damage behind a cut does not matter (FR-01)."""
+    """Checks the row blocks that were read, and only those: damage behind a cut does not matter."""
     for block, name, first, last in read:
         if first < last:
             arena.get(handles[block], verify=True, field=name, rows=(first, last)).release()
@@ -166,7 +166,7 @@ class _Job:
         return array, covered
 
     def _fed(self, entry: Field, p: Piece, loss_mask: NDArray[np.bool_]) -> Iterator[_Span]:
-        """Input-aligned rows: as many as positions, but for the last token, which was never fed (RR-01, RR-03)."""
+        """Input-aligned rows: as many as positions, but for the last token, which was never fed."""
         count = max(min(self._stored_rows(p, entry), p.stop) - p.start, 0)
         wanted = p.routed if entry.name == "routing" else max(count, p.stop - p.start - 1)
         if count != wanted:
@@ -228,7 +228,7 @@ class _Job:
         self, entry: Field, spans: list[_Span], covered: NDArray[np.bool_]
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """(values one after the other in packing order, counts [N]). A piece's rows lie together in its block, so its
-        offsets give the counts of all of them, and where their values start and end (TK-02)."""
+        offsets give the counts of all of them, and where their values start and end."""
         counts = self.staging.take(f"{entry.name}/counts", (self.plan.N,), np.int32)
         counts[:] = 0
         copies: list[list[int]] = []
@@ -292,7 +292,7 @@ class _Job:
 
 
 def _slots(stored: tuple[int, ...], wanted: Sequence[int], whose: str) -> list[int]:
-    """Where the wanted global layers lie among the stored ones; never by position (RR-15)."""
+    """Where the wanted global layers lie among the stored ones; never by position."""
     where = {layer: slot for slot, layer in enumerate(stored)}
     missing = [layer for layer in wanted if layer not in where]
     if missing:

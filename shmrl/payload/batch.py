@@ -108,14 +108,14 @@ class TensorBatch(NamedFields):
     staging: Staging
 
     def head_without_sampled(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """The plain top-k head (ids, logprobs) [N, K], whichever layout is stored (TK-07)."""
+        """The plain top-k head (ids, logprobs) [N, K], whichever layout is stored."""
         if self.head_ids is None or self.head_logprobs is None:
             raise PayloadError.of("head", "this batch has none")
         first = int(self.head_has_sampled)
         return self.head_ids[:, first:], self.head_logprobs[:, first:]
 
     def routing_signed(self, dtype: DTypeLike | None = None) -> NDArray[Any]:
-        """Routing with -1 where no route was recorded, copied into a signed type that holds both (RR-10).
+        """Routing with -1 where no route was recorded, copied into a signed type that holds both.
 
         dtype=None: the narrowest such type. PayloadError for a type that ids would wrap in.
         """
@@ -137,7 +137,7 @@ class TensorBatch(NamedFields):
 
 
 def sequence_first(rows: NDArray[Any], seq_lens: Sequence[int], fill: Any) -> NDArray[Any]:
-    """Packed rows [N, ...] as [T_max, sequences, ...]: what frameworks that flatten sequence-first expect (RR-14).
+    """Packed rows [N, ...] as [T_max, sequences, ...]: what frameworks that flatten sequence-first expect.
 
     Example: rows 0, 1 | 2, 3 with lengths 2, 2 -> flattened 0, 2, 1, 3
     """

@@ -69,7 +69,7 @@ def numbers(value: Any, field: str, kinds: str) -> NDArray[Any]:
 
 
 def check_finite(field: str, array: NDArray[Any]) -> None:
-    """NaN and +inf are errors; -inf is a probability of zero and stays (TK-04)."""
+    """NaN and +inf are errors; -inf is a probability of zero and stays."""
     bad = np.isnan(array) | np.isposinf(array)
     if bad.any():
         at = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), array.shape))
@@ -78,7 +78,7 @@ def check_finite(field: str, array: NDArray[Any]) -> None:
 
 
 def check_ids(field: str, rows: NDArray[Any], num_experts: int, first: int = 0) -> None:
-    """Ids [R, L, K] in [0, num_experts) and distinct within a row: a capture buffer left at zero fails here (RR-18).
+    """Ids [R, L, K] in [0, num_experts) and distinct within a row: a capture buffer left at zero fails here.
 
     first: the token of row 0, for the message.
     """
@@ -242,7 +242,7 @@ def check_negative(field: str, ids: NDArray[Any]) -> None:
 
 
 def check_sampled_first(ids: NDArray[Any], sampled: NDArray[np.int32]) -> None:
-    """Column 0 of a head that says so is the sampled token (TK-07)."""
+    """Column 0 of a head that says so is the sampled token."""
     wrong = ids[:, 0] != sampled if ids.shape[1] else np.ones(len(ids), np.bool_)
     if wrong.any():
         row = int(np.argmax(wrong))

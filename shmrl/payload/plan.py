@@ -84,7 +84,7 @@ def _pieces(sample: Sample, start: int, stop: int, at: int, handles: dict[Handle
 
 
 def _check_segments(sample: Sample, handles: dict[Handle, int], headers: list[Header]) -> None:
-    """A reference that names more than is stored is an error, never clamped (RR-03)."""
+    """A reference that names more than is stored is an error, never clamped."""
     for handle, start, stop in sample.segments:
         stored = headers[handles[handle]].tokens_here
         if not 0 <= start <= stop <= stored:

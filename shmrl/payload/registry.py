@@ -79,7 +79,7 @@ _RESERVED = {"tokens", "loss_mask", "logprobs", "text", "positions", "seq_lens"}
 
 
 def narrow_dtype(num_experts: int) -> np.dtype[Any]:
-    """uint8 for up to 256 experts, uint16 for up to 65,536, uint32 beyond (RR-07: ids up to num_experts - 1)."""
+    """uint8 for up to 256 experts, uint16 for up to 65,536, uint32 beyond (ids up to num_experts - 1)."""
     for dtype in (np.uint8, np.uint16, np.uint32):
         if num_experts - 1 <= np.iinfo(dtype).max:
             return np.dtype(dtype)
@@ -154,7 +154,7 @@ def unregister_field(name: str) -> None:
 
 
 def set_cap(name: str, cap: int) -> None:
-    """The most elements one row of a ragged field may have from now on, in this process (TK-11)."""
+    """The most elements one row of a ragged field may have from now on, in this process."""
     field = get_field(name)
     if not field.is_ragged or cap < 1:
         raise PayloadError.of(name, f"has no row length to cap at {cap}", value=cap)

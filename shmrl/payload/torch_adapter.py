@@ -2,7 +2,7 @@
 
 Tensors own their memory: on the CPU they are copies, so the batch may be reused as `out=` at once; on a device the
 copy is the transfer, which has ended when this returns. Ids stay narrow until they are on the device, then widen where
-torch's narrow unsigned types have no kernels (RR-09):
+torch's narrow unsigned types have no kernels:
 
 | array | numpy | torch |
 |---|---|---|

@@ -72,7 +72,7 @@ def test_a_block_without_columns_has_no_rows(arena):
 
 
 def test_a_flipped_bit_is_found_where_it_is(arena, data):
-    """FR-01: row 5,000 of 10,000; a reference of 4,000 rows does not touch it, one of 6,000 does."""
+    """Row 5,000 of 10,000; a reference of 4,000 rows does not touch it, one of 6,000 does."""
     handle = sealed(arena)
     data[arena_offset(arena) + 100 + 5000 * 12] ^= 1
     arena.get(handle, field="routing", rows=(0, 4000), verify=True).release()

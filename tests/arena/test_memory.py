@@ -81,7 +81,7 @@ with Arena.create(16 << 20, backing="memfd") as arena:
 
 
 def test_all_of_a_small_mount_is_usable_and_its_end_is_an_error_not_a_signal():
-    """SH-02, SH-03: capacity == available starts; filled to the brim, the answer is ArenaFull naming the limit."""
+    """Capacity == available starts; filled to the brim, the answer is ArenaFull naming the limit."""
     code, said, logged = on_small_shm(
         16 * MIB,
         """
@@ -169,7 +169,7 @@ def test_memory_is_committed_in_steps_ahead_of_use():
 
 
 def test_memory_that_was_touched_is_taken_first():
-    """SH-18: what one pass of blocks has faulted in, the next one finds mapped."""
+    """What one pass of blocks has faulted in, the next one finds mapped."""
     data, faults = bytes(8 * MIB), []
     with Arena.create("128MiB") as arena:
         for _ in range(2):

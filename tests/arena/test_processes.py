@@ -187,7 +187,7 @@ def test_too_many_processes(helper):
 
 
 def test_a_hundred_thousand_blocks_of_eight_processes_take_no_descriptors(arena, helper):
-    """SH-13: 256 descriptors per process are plenty; blocks have none."""
+    """256 descriptors per process are plenty; blocks have none."""
     owners = [helper(many_handles, arena.address, 12_500) for _ in range(8)]
     for owner in owners:
         blocks, descriptors = map(int, owner.line().split())
@@ -201,7 +201,7 @@ def test_a_hundred_thousand_blocks_of_eight_processes_take_no_descriptors(arena,
 
 
 def test_eight_readers_share_one_copy(arena, helper):
-    """RR-24: the block is in memory once, whoever reads it."""
+    """The block is in memory once, whoever reads it."""
     handle = arena.put(bytes(48 * MIB))
     data = "/dev/shm/shmrl-{}-{}.data".format(os.geteuid(), arena.address.split(":")[1])
     before = os.stat(data).st_blocks
@@ -287,7 +287,7 @@ def test_a_stopped_process_is_alive(arena, helper):
 
 
 def test_a_long_wait_says_for_whom_and_then_less_often(arena, helper, monkeypatch, caplog):
-    """SH-12: a stopped reader has the space. Told after 0.1, 0.2, 0.4 and 0.8 s; a put that finds room is not."""
+    """A stopped reader has the space. Told after 0.1, 0.2, 0.4 and 0.8 s; a put that finds room is not."""
     monkeypatch.setattr("shmrl.arena.waiting.PATIENCE_S", 0.1)
     handle = arena.put(bytes(40 * MIB))
     other = helper(reader, arena.address, handle)
@@ -432,7 +432,7 @@ def test_nobody_left_to_free_is_said_at_once(arena, helper):
 
 
 def test_more_than_fits_passes_through(arena, helper):
-    """FR-05: 160 MiB offered to 64 MiB by two writers; everything arrives, nothing is refused, the bound holds."""
+    """160 MiB offered to 64 MiB by two writers; everything arrives, nothing is refused, the bound holds."""
     writers = [helper(many_puts, arena.address, 80, MIB) for _ in range(2)]
 
     def consume(one):  # whichever comes: whoever insists on one writer's next block may find the other's everywhere

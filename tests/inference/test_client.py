@@ -159,7 +159,10 @@ async def test_an_answer_that_is_no_json_is_an_engine_error() -> None:
 
 
 async def test_a_long_answer_is_read_beside_the_loop() -> None:
-    """9 MB of heads, 8192 tokens: the loop goes on turning, it does not stand still until they are read."""
+    """9 MB of heads, 8192 tokens: between two turns the loop's thread never works for long, another one reads them.
+
+    Counted in CPU time of the threads, which a busy machine does not change.
+    """
     entry = {"token_id": 7, "logprob": -0.25, "rank": 1}
     content = [{**entry, "top_logprobs": [entry] * 16}] * 8192
     choice = {"token_ids": [7] * 8192, "finish_reason": "length", "logprobs": {"content": content}}
@@ -168,17 +171,19 @@ async def test_a_long_answer_is_read_beside_the_loop() -> None:
 
     async def turning() -> None:
         while True:
-            turns.append(time.monotonic())
+            turns.append(time.thread_time())
             await asyncio.sleep(0.001)
 
     async with Scripted(sends(body)).serving() as engine, EngineClient([engine.url]) as client:
         ticking = asyncio.ensure_future(turning())
+        before = time.process_time()
         got = await client.generate([1], {"logprobs": 16})
-        turns.append(time.monotonic())
+        turns.append(time.thread_time())
+        spent = time.process_time() - before
         ticking.cancel()
     assert got.top_logprobs == [([7] * 16, [-0.25] * 16)] * 8192
-    gaps = [b - a for a, b in itertools.pairwise(turns)]
-    assert max(gaps) < 0.45 * sum(gaps), (max(gaps), sum(gaps))
+    longest = max(b - a for a, b in itertools.pairwise(turns))
+    assert longest < 0.3 * spent, (longest, spent)
 
 
 async def test_the_deadline_covers_the_retries() -> None:

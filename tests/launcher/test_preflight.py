@@ -13,6 +13,7 @@ from shmrl.errors import ConfigError, PortInUse
 from shmrl.launcher import preflight
 from shmrl.launcher.preflight import ModelShape, arena_budget, check, read_shape, size
 from shmrl.node.host import free_shared_memory
+from tests.support.runs import free_ports
 
 RUN = """
 [model.tiny]
@@ -30,7 +31,10 @@ def load(tmp_path):
     def build(text=RUN, **flags):
         path = tmp_path / "run.toml"
         path.write_text(text)
-        return load_run([path], {key.replace("__", "."): str(value) for key, value in flags.items()})
+        port = free_ports(2)
+        ports = {"orchestrator.env_server_base_port": port, "inference.port": port + 1}
+        given = {key.replace("__", "."): value for key, value in flags.items()}
+        return load_run([path], {key: str(value) for key, value in {**ports, **given}.items()})
 
     return build
 

@@ -206,6 +206,15 @@ async def test_three_batches_of_nothing_but_failures_end_the_run(tmp_path, worke
     await finish(p)
 
 
+async def test_a_success_in_every_group_does_not_hide_that_all_are_dropped(tmp_path, arena, worker, parts):
+    client = Client(worker, lambda call: 1.0 if call % 4 == 0 else ErrorInfo("ArenaFull", "no room for 2.4 KiB"))
+    p = parts(tree(tmp_path, batch_size=4, group_size=4, max_inflight=4), [client], fail_limit=12)
+    with pytest.raises(RunError, match=r"12 episodes failed, and every group was dropped .*: ArenaFull: no room"):
+        await collect(p, 1)
+    await finish(p)
+    assert arena.stats()["blocks"] == 0
+
+
 @pytest.mark.parametrize("error", [ServerDied("tcp://127.0.0.1:5000 is gone"), TasksetError("Traceback ...")])
 async def test_a_lost_server_ends_the_run_at_once(tmp_path, worker, parts, error):
     p = parts(tree(tmp_path), [Client(worker, lambda call: error)])
