@@ -60,9 +60,9 @@ class EnvClient:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 0)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._lost = None
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch(monitor))]
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
         self._socket.connect(self.address)
         try:
             async with asyncio.timeout(timeout_s):
@@ -84,7 +84,8 @@ class EnvClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.disable_monitor()
+        self._socket.disable_monitor()  # first: an event that nobody can receive any more blocks zmq's thread for ever
+        self._monitor.close(linger=0)
         self._socket.close(linger=1000)
         self._context.term()
         self._context = None
@@ -195,14 +196,12 @@ class EnvClient:
             if future is not None and not future.done() and len(frames) == 2:
                 future.set_result(frames[1])
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Waits for the connection's end (a server that is not there yet never had one)."""
-        try:
-            parse_monitor_message(await monitor.recv_multipart())
+    async def _watch(self) -> None:
+        """Waits for the connection's end (a server that is not there yet never had one), and for further ones."""
+        while True:
+            parse_monitor_message(await self._monitor.recv_multipart())
             await asyncio.sleep(DRAIN_S)
             self._give_up("the server exited, or its connection broke")
-        finally:
-            monitor.close(linger=0)
 
     def _give_up(self, why: str) -> None:
         self._lost = why
