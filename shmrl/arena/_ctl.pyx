@@ -102,13 +102,16 @@ cdef class Ctl:
         It is when nobody had the allocator's lock meanwhile: then the allocator's totals in the copy must be right.
         """
         cdef Py_buffer to
-        cdef uint64_t before = self.a.h.lock, pages = self.a.h.pages_off, blocks = self.a.h.blocks_off
+        cdef uint64_t before = self.a.h.lock, pages = <char *> self.a.pages - <char *> self.raw.buf
+        cdef uint64_t blocks = <char *> self.a.blocks - <char *> self.raw.buf
+        cdef uint64_t head = min(pages + self.a.h.committed_pages * sizeof(srl_page), blocks)
+        cdef uint64_t table = min(self.a.h.table_used * sizeof(srl_block), <uint64_t> self.raw.len - blocks)
         PyObject_GetBuffer(target, &to, PyBUF_WRITABLE)
         try:
             if to.len < self.raw.len:
                 raise ValueError(f"{to.len} bytes for a ctl of {self.raw.len}")
-            memcpy(to.buf, self.raw.buf, pages + self.a.h.committed_pages * sizeof(srl_page))
-            memcpy(<char *> to.buf + blocks, self.a.blocks, self.a.h.table_used * sizeof(srl_block))
+            memcpy(to.buf, self.raw.buf, head)
+            memcpy(<char *> to.buf + blocks, self.a.blocks, table)
         finally:
             PyBuffer_Release(&to)
         return before == self.a.h.lock and self.lock_owner() is None
