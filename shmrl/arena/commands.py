@@ -111,7 +111,7 @@ def _render_top(row: dict[str, Any]) -> str:
 
 
 def holders(handle: str, address: str | None = None) -> dict[str, Any]:
-    """Who has the block of a handle: owner, readers, done set, age, last events. StaleHandle, ForeignArena, ConfigError."""
+    """Who has the block of a handle: owner, readers, done set, last events. StaleHandle, ForeignArena, ConfigError."""
     try:
         return inspect.holders(Handle.parse(handle), address)
     except ValueError as error:
