@@ -129,7 +129,8 @@ def events(address: str, first: int = 0) -> list[dict[str, Any]]:
     with _opened(address) as (_, ctl, _):
         _, _, blocks, processes = ctl.read()
         found = ctl.events(first)
-    tags = {(row.slot, row.generation): row.tag for row in table.blocks(blocks)}
+    here = (table.block_at(blocks, slot) for slot in {slot for *_, slot, _, _ in found})
+    tags = {(row.slot, row.generation): row.tag for row in here if row is not None}
     who, now = table.names(table.processes(processes)), time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     return [
         {

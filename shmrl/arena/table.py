@@ -71,8 +71,16 @@ class BlockInfo:
 def blocks(raw: bytes) -> Iterator[BlockInfo]:
     """Every block that is not free, in slot order. A descriptor caught in the middle of a change may be skipped."""
     for slot in range(len(raw) // 256):
-        if raw[256 * slot + 3] >> 4 in (1, 2, 3):
-            yield _block(slot, _BLOCK.unpack_from(raw, 256 * slot))
+        found = block_at(raw, slot)
+        if found is not None:
+            yield found
+
+
+def block_at(raw: bytes, slot: int) -> BlockInfo | None:
+    """The block in a slot; None if it is free, on its way there, or beyond the table."""
+    if 256 * slot >= len(raw) or raw[256 * slot + 3] >> 4 not in (1, 2, 3):
+        return None
+    return _block(slot, _BLOCK.unpack_from(raw, 256 * slot))
 
 
 def processes(raw: bytes) -> dict[int, Process]:
