@@ -1,5 +1,6 @@
 """An orchestrator in forty lines: binds the trainer's address, greets the ranks, ships micro batches, reads answers."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -52,3 +53,5 @@ class FakeOrchestrator:
         self._socket.close()
         self._context.term()
         Path(self.tree.trainer_address.removeprefix("ipc://")).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.tree.socket_dir.rmdir()
