@@ -29,7 +29,7 @@ import psutil
 import setproctitle
 
 from shmrl.arena import Arena
-from shmrl.config.tree import Log
+from shmrl.config.tables import Log
 from shmrl.env.chat import chat_format
 from shmrl.env.interface import Environment, Episode
 from shmrl.env.link import Link

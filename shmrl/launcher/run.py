@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import shmrl
 from shmrl.config import RunTree
 from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, peek_run_dir, used_before
-from shmrl.config.tree import Log
+from shmrl.config.tables import Log
 from shmrl.launcher import preflight
 from shmrl.launcher.janitor import Janitor
 from shmrl.launcher.preflight import Budget, size

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from shmrl.config.tree import Log
+from shmrl.config.tables import Log
 
 _TEXT = "%(asctime)s %(levelname).1s %(role)s %(name)s: %(message)s"
 _QUIET = ("aiohttp.access", "asyncio", "httpx", "urllib3", "filelock")

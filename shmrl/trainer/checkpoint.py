@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from shmrl.config import RunTree
-from shmrl.config.tree import Checkpoint
+from shmrl.config.tables import Checkpoint
 from shmrl.errors import RunError
 from shmrl.trainer.parallel import Ranks
 from shmrl.trainer.policy import Policy

@@ -18,7 +18,7 @@ import torch
 from shmrl.arena import Arena
 from shmrl.config import RunTree
 from shmrl.config.rundir import latest_checkpoint
-from shmrl.config.tree import Trainer
+from shmrl.config.tables import Trainer
 from shmrl.errors import RunError
 from shmrl.node.host import read_token, require_arena
 from shmrl.payload import micro_batches_from_wire

@@ -6,7 +6,7 @@ import sys
 
 CODE = """
 import logging
-from shmrl.config.tree import Log
+from shmrl.config.tables import Log
 from shmrl.monitor.log import setup
 setup("trainer:1", Log(level="info", json={json}))
 log = logging.getLogger("shmrl.x")

@@ -1,0 +1,218 @@
+"""The tables of the configuration that stand for themselves: one class per table, and the rules inside it.
+
+`tree.py` puts them together and has the rules between them. Runs in every process; imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shmrl.config.units import parse_bytes
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
+Address = Annotated[str, Field(pattern=r"^(tcp://\S+:\d+|ipc://\S+)$")]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+PROCESS_SLOTS = 256  # of an arena
+LONGEST_TAG = 112  # bytes of a block's tag
+
+
+class Table(BaseModel):
+    """One TOML table: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class Run(Table):
+    """`[run]`: what this run is called, where it writes, how long it goes."""
+
+    name: Name = "run"
+    output_dir: Path = Path("runs/run")
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    max_steps: Positive = 100
+
+
+class Log(Table):
+    """`[log]`: level of every process's log, and JSON lines instead of text."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    json_lines: bool = Field(False, alias="json")
+
+
+class TinyModel(Table):
+    """`[model.tiny]`: the shape of a Qwen3-MoE with random weights, made on the spot with a byte-level tokenizer."""
+
+    layers: Positive = 4
+    hidden: Positive = 64
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    head_dim: Positive = 16
+    experts: Annotated[int, Field(ge=2)] = 8
+    top_k: Positive = 2
+    moe_intermediate: Positive = 64
+    vocab: Annotated[int, Field(ge=261)] = 264
+    max_positions: Positive = 1024
+    initializer_range: Annotated[float, Field(gt=0)] = 0.05
+
+    @model_validator(mode="after")
+    def _shape(self) -> TinyModel:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k = {self.top_k} of {self.experts} experts")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
+        return self
+
+
+class ModelConfig(Table):
+    """`[model]`: a checkpoint directory (`path`) or the shape of a model made on the spot (`tiny`)."""
+
+    name: Name = "policy"
+    path: Path | None = None
+    tiny: TinyModel | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelConfig:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give exactly one of model.path and [model.tiny]")
+        return self
+
+
+class Warmup(Table):
+    """`[warmup]`: supervised steps on the environments' own demonstrations, before version 0 is published."""
+
+    steps: Count = 0
+    lr: Annotated[float, Field(gt=0)] = 3e-3
+    batch_size: Positive = 64
+
+
+class ArenaConfig(Table):
+    """`[arena]`: the pool of shared memory. `address` and `token_file` are written by `run` or by `shmrl node`."""
+
+    address: str | None = None
+    token_file: Path | None = None
+    capacity: int | str | None = None
+    backing: Literal["shm"] = "shm"
+    on_full: Literal["block", "raise"] = "block"
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    verify: bool = False
+    preallocate: bool = False
+    orphan_ttl_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="after")
+    def _capacity(self) -> ArenaConfig:
+        if self.capacity is not None and parse_bytes(self.capacity) < 1 << 20:
+            raise ValueError(f"capacity = {self.capacity!r} is below 1MiB")
+        return self
+
+
+class Inference(Table):
+    """`[inference]`: the engine that shmrl starts, or `urls` of engines that someone else runs."""
+
+    backend: Literal["embedded"] = "embedded"
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    urls: list[Url] = []
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Device = "cpu"
+    max_model_len: Positive = 1024
+    max_num_seqs: Positive = 64
+    max_logprobs: Positive = 64
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
+    update_mode: Literal["wait", "keep", "abort"] = "keep"
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Where the engines answer: `urls`, else the one started here."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.urls or [f"http://{host}:{self.port}"]
+
+
+class Monitor(Table):
+    """`[monitor]`: a line per step on the terminal, and how many rollouts per step go to rollouts/ with their text."""
+
+    console: bool = True
+    rollouts: Count = 4
+
+
+class Loss(Table):
+    """`[trainer.loss]`: icepop drops ratios outside [alpha, beta]; cispo, ppo clip at 1 - clip_low, 1 + clip_high."""
+
+    kind: Literal["icepop", "cispo", "ppo", "custom"] = "icepop"
+    alpha: Annotated[float, Field(gt=0)] = 0.2
+    beta: Annotated[float, Field(gt=0)] = 5.0
+    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    score_centering: bool = False
+    path: str | None = None
+    args: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _custom(self) -> Loss:
+        if (self.kind == "custom") != (self.path is not None):
+            raise ValueError("loss.path (module:function) belongs to kind = 'custom', and only there")
+        if self.kind == "custom" and self.score_centering:
+            raise ValueError("score_centering belongs to icepop, cispo and ppo: a custom loss gets the head itself")
+        if self.alpha > self.beta:
+            raise ValueError(f"alpha = {self.alpha} exceeds beta = {self.beta}")
+        return self
+
+
+class Optimizer(Table):
+    """`[trainer.optimizer]`: AdamW."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Scheduler(Table):
+    """`[trainer.scheduler]`: learning rate over steps; warmup_steps rise linearly, then constant / linear / cosine."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class Checkpoint(Table):
+    """`[trainer.checkpoint]`: every `interval` steps (0 = only at the end); keep the last n and every k-th."""
+
+    interval: Count = 0
+    keep_last: Positive = 2
+    keep_every: Count = 0
+
+
+class Trainer(Table):
+    """`[trainer]`: ranks, precision, what is replayed, loss, optimizer. `head` is the captured top-k head's width."""
+
+    ranks: Positive = 1
+    device: Device = "cpu"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    fsdp: bool = False
+    compile: bool = False
+    activation_checkpointing: bool = False
+    router_replay: bool = True
+    sampling_replay: bool = True
+    head: Count = 0
+    pad_to_multiple_of: Positive = 1
+    logprob_chunk: Positive = 1024
+    keep_weights: Positive = 3
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+    scheduler: Scheduler = Scheduler()
+    checkpoint: Checkpoint = Checkpoint()
+
+    @model_validator(mode="after")
+    def _centering(self) -> Trainer:
+        if self.loss.score_centering and not self.head:
+            raise ValueError("loss.score_centering needs the sampler's head: set trainer.head (for example 16)")
+        return self
