@@ -25,6 +25,7 @@ from shmrl.arena.files import Files
 from shmrl.arena.waiting import Waiting
 from shmrl.errors import ArenaCorrupt, ArenaFull, ChecksumError, ForeignArena, StaleHandle
 from shmrl.types import Handle
+from shmrl.units import parse_bytes
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Arena(Core):
         backing: "shm", "memfd", or "file" in the directory `base`. orphan_ttl_s: blocks whose owner died are freed this
         long after it was noticed (None: never). ArenaFull when mount, memory or a cgroup has less now; ValueError.
         """
-        nbytes = -(-memory.parse_size(capacity) // PAGE) * PAGE
+        nbytes = -(-parse_bytes(capacity) // PAGE) * PAGE
         if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
             raise ValueError(f"capacity={nbytes} ({PAGE} to 2^47 bytes), max_processes={max_processes} (1 to 256)")
         if spill_dir is not None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 1 << 30
-_UNITS = {"": 1, "b": 1, **{f"{p}{s}": 1 << 10 * (i + 1) for i, p in enumerate("kmgt") for s in ("", "ib", "b")}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +30,6 @@ class Limit:
 
     def __str__(self) -> str:
         return f"{self.name} has {human(self.free)} free of {human(self.limit)}"
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of 4096, "64MiB", "8GiB" or "1.5g" (units are powers of 1024). ValueError."""
-    if isinstance(size, int) and not isinstance(size, bool):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise ValueError(f"not a size: {size!r} (expected bytes, or like '512MiB', '8GiB')")
-    return int(float(match[1]) * unit)
 
 
 def human(nbytes: int) -> str:

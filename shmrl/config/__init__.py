@@ -7,7 +7,7 @@ not here is an error; a key that is here does something.
 from shmrl.config.load import dump_toml, env_server_from, load_env_server, load_run, read_layers
 from shmrl.config.tables import ArenaConfig, Loss, ModelConfig, TinyModel
 from shmrl.config.tree import EnvServerConfig, EvalSource, RunTree, Sampling, ServeConfig, TrainSource
-from shmrl.config.units import parse_bytes
+from shmrl.units import parse_bytes
 
 __all__ = [
     "ArenaConfig",

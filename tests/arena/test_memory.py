@@ -22,28 +22,6 @@ def on_small_shm(size, code):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        (4096, 4096),
-        ("4096", 4096),
-        ("64MiB", 64 * MIB),
-        ("8GiB", 8 << 30),
-        ("1.5 g", 3 << 29),
-        ("2kb", 2048),
-        ("1T", 1 << 40),
-    ],
-)
-def test_sizes(text, nbytes):
-    assert memory.parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "x", "4 parsecs", "-1", True, None])
-def test_no_sizes(text):
-    with pytest.raises(ValueError, match="not a size"):
-        memory.parse_size(text)
-
-
 def test_headroom():
     assert memory.Limit("m", 64 * MIB, 0).headroom == 8 * MIB
     assert memory.Limit("m", 16 << 30, 0).headroom == 1 << 30

@@ -416,8 +416,8 @@ def test_a_killed_waiter_loses_its_place(arena, helper):
     until(lambda: arena.stats()["waits"] == 1)
     first.kill()
     arena.free(handles[0])
-    arena.free(arena.put(bytes(10 * MIB), timeout_s=10))
-    arena.free(handles[1:])
+    handles[0] = arena.put(bytes(10 * MIB), timeout_s=10)
+    assert arena.free(handles) == 3
 
 
 def test_nobody_left_to_free_is_said_at_once(arena, helper):

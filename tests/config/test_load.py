@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmrl.config import dump_toml, env_server_from, load_env_server, load_run, parse_bytes
+from shmrl.config import dump_toml, env_server_from, load_env_server, load_run
 from shmrl.errors import ConfigError
 
 GOOD = """
@@ -151,11 +151,3 @@ def test_unreadable_and_broken_files_are_named(tmp_path):
         load_run([tmp_path / "nowhere.toml"])
     with pytest.raises(ConfigError, match=r"run\.toml"):
         load_run([write(tmp_path, "[run\n")])
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("8GiB", 8 * 2**30), ("500 MB", 500_000_000), (17, 17), ("64", 64), ("1.5KiB", 1536), ("2g", 2_000_000_000)],
-)
-def test_sizes(text, size):
-    assert parse_bytes(text) == size
