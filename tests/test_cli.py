@@ -11,6 +11,7 @@ from shmrl.cli import split_flags
 from shmrl.config import load_run
 from shmrl.errors import ConfigError
 from shmrl.node.host import exclusive
+from tests.support.runs import free_ports
 
 RUN = """
 [run]
@@ -31,8 +32,10 @@ def cli(*arguments, **options):
 
 @pytest.fixture
 def config(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text(RUN)
+    """A run on two free ports: the env server's, and the one above it for the engine."""
+    path, port = tmp_path / "run.toml", free_ports(2)
+    text = RUN.replace("batch_size = 32", f"batch_size = 32\nenv_server_base_port = {port}")
+    path.write_text(f"{text}[inference]\nport = {port + 1}\n")
     return path
 
 
@@ -95,7 +98,8 @@ def test_dry_run_writes_configs_prints_the_table_and_starts_nothing(config, tmp_
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[0] == ["role", "count", "address", "log"]
-    assert lines[1][:4] == ["env-server", "train/a", "1", "tcp://127.0.0.1:5000"]
+    port = load_run([config]).orchestrator.env_server_base_port
+    assert lines[1][:4] == ["env-server", "train/a", "1", f"tcp://127.0.0.1:{port}"]
     assert [line[0] for line in lines[2:5]] == ["orchestrator", "inference", "trainer"]
     assert lines[4][1] == "2"
     assert "free shared memory" in done.stdout

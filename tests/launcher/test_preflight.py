@@ -131,8 +131,9 @@ def test_a_taken_port_names_port_and_holder(load):
 
 
 def test_two_roles_on_one_port_are_refused(load):
-    with pytest.raises(PortInUse, match="inference and env-server train/a would both bind port 5001"):
-        check(load(inference__port=5001, orchestrator__env_server_base_port=5001))
+    port = free_ports(1)
+    with pytest.raises(PortInUse, match=f"inference and env-server train/a would both bind port {port}"):
+        check(load(inference__port=port, orchestrator__env_server_base_port=port))
 
 
 @pytest.mark.parametrize(
