@@ -245,17 +245,18 @@ class Model:
     def _builder(self) -> BranchBuilder:
         fields, chat = self.spec.fields, self._format
         head_k = self.spec.head if "head" in fields else 0
-        captured: dict[str, Any] = {"head_k": head_k, "mask": "mask" in fields, "vocab": chat.vocab}
+        captured: dict[str, Any] = {"head_k": head_k, "mask": "mask" in fields, "vocab": chat.shape.vocab}
         if "routing" not in fields:
             return BranchBuilder(**captured)
-        if chat.num_experts is None:
+        if not chat.shape.experts:
             raise EnvError(
                 f"{chat.directory}: routing is to be captured, but config.json names no experts: a dense model"
             )
         return BranchBuilder(
-            num_experts=chat.num_experts,
-            layers=range(chat.num_layers),
-            top_k=chat.top_k,
+            num_experts=chat.shape.experts,
+            layers=chat.shape.moe_layers,
+            decoder_layers=chat.shape.layers,
+            top_k=chat.shape.top_k,
             **captured,
         )
 
