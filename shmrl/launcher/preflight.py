@@ -48,6 +48,7 @@ def check(tree: RunTree) -> Budget:
     require_torch()
     problems = _environments(tree)
     shape = _shape(tree, problems)
+    problems += _engine(tree)
     budget = arena_budget(tree, shape)
     problems += _memory(tree, budget)
     if problems:
@@ -71,7 +72,9 @@ def _shape(tree: RunTree, problems: list[str]) -> ModelShape:
     """The model's shape; adds what cannot work with it to `problems`."""
     tiny = tree.model.tiny
     if tiny is not None:
-        return ModelShape(tiny.layers, tuple(range(tiny.layers)), tiny.experts, tiny.top_k, tiny.vocab, tiny.max_positions)
+        return ModelShape(
+            tiny.layers, tuple(range(tiny.layers)), tiny.experts, tiny.top_k, tiny.vocab, tiny.max_positions
+        )
     path = Path(str(tree.model.path)) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -92,6 +95,19 @@ def _shape(tree: RunTree, problems: list[str]) -> ModelShape:
             f"{shape.max_positions} of {path}"
         )
     return shape
+
+
+def _engine(tree: RunTree) -> list[str]:
+    """What the vLLM to be started cannot do for this run. Engines behind `urls` are asked when they are up."""
+    if tree.inference.backend != "vllm" or tree.inference.urls:
+        return []
+    from shmrl.inference.vllm import launch, versions
+
+    try:
+        launch.checked_plan(tree, versions.installed(launch.interpreter(tree)))
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 # ----------------------------------------------------------------------------------------------------------- memory

@@ -33,6 +33,7 @@ from shmrl.orchestrator.dispatcher import Dispatcher
 from shmrl.orchestrator.episodes import Episodes, reach, together
 from shmrl.orchestrator.ledger import Ledger
 from shmrl.orchestrator.link import TrainerLink
+from shmrl.orchestrator.policy import Policy
 from shmrl.orchestrator.report import StepReport
 from shmrl.orchestrator.sinks import Batch, EvalSink, TrainSink
 from shmrl.orchestrator.sources import Source
@@ -94,6 +95,7 @@ class Orchestrator:
         self.dispatcher = Dispatcher(tree, train, self.episodes, self.sink, self.attempt, self._wake.set)
         self.evals = [EvalSink(s, self.ledger, self.episodes, self.attempt) for s in self.sources if s.split == "eval"]
         self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
+        self.policy = Policy(self.engine, tree)
         self.link = TrainerLink(tree.trainer_address, tree.trainer.ranks, token)
         self.lag = LoopLag()
         self.report = StepReport(tree, self.arena, self.episodes, self.sources, self.lag)
@@ -107,6 +109,7 @@ class Orchestrator:
         self.report.open(step)
         self.spawn(self.lag.run())
         self.spawn(self.episodes.watch())
+        self.spawn(self.policy.watch())
         if step == 0:
             await WarmUp(self).run()
         await self._begin(step)
@@ -121,7 +124,9 @@ class Orchestrator:
         """Reach everyone; the step that is completed already."""
         timeout_s = self.tree.orchestrator.connect_timeout_s
         peers = {f"env server {s.name}": s.connect(timeout_s, self.arena.address) for s in self.sources}
-        await reach(peers | {"inference": self.engine.health(timeout_s), "trainer": self.link.hellos(timeout_s)})
+        await reach(peers | {"inference": self.policy.reach(timeout_s), "trainer": self.link.hellos(timeout_s)})
+        for source in self.sources:
+            source.derive_masks = self.policy.derive_masks
         step = self.link.completed
         if step and not self.resumed:
             raise RunError(f"the trainer stands at step {step}, and this run was not started with --resume")
@@ -153,7 +158,7 @@ class Orchestrator:
         await self._serve(await self.link.published(version), version)
 
     async def _serve(self, path: str, version: int) -> None:
-        await self.engine.update_weights(path, version, mode=self.tree.inference.update_mode)
+        await self.policy.serve(path, version)
         self.dispatcher.serving(version)
 
     # --- steps ---------------------------------------------------------------------------------------------------
@@ -204,6 +209,7 @@ class Orchestrator:
         self.sink.shipped(batch)
         self.report.begin(batch, collect_s)
         message = {"run_id": self.tree.run.name, "state": self.dispatcher.state()}
+        await self.policy.leave_accelerator()
         sent = await self.ship("step", step, batch.samples, message)
         path = await self.link.published(step)
         if due:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shmrl.launcher.supervisor import tail
+from shmrl.monitor.log import tail
 from tests.support import leftovers
 from tests.support.clock import wait_until
 

@@ -80,7 +80,7 @@ class ShmrlWorker:
         for module in self.model_runner.get_model().modules():
             # With a kernel in place vLLM does not pack an unquantized MoE's experts again after a reload, and computes
             # with raw weights in the packed layout, silently (seen in 0.30.0 and 0.32.0 on CPU).
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None and hasattr(module, "w13_weight"):
                 method.moe_kernel = None
         with set_current_vllm_config(self.vllm_config):
@@ -95,7 +95,9 @@ class ShmrlWorker:
     def _shmrl_receive(self, manifest: list[tuple[str, str, list[int]]]) -> dict[str, Any]:
         served = Path(self.vllm_config.model_config.model)
         if served.is_dir():
-            check_same({name: (kind, tuple(shape)) for name, kind, shape in manifest}, read_headers(served), "the trainer")
+            check_same(
+                {name: (kind, tuple(shape)) for name, kind, shape in manifest}, read_headers(served), "the trainer"
+            )
         self._shmrl_reload(receive(self._shmrl_group, manifest, self._shmrl_device()))
         return {"tensors": len(manifest)}
 
@@ -163,9 +165,10 @@ def join_group(address: str, rank: int, world: int, device: Any) -> Any:
     from datetime import timedelta
 
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     host, _, port = address.rpartition(":")
-    store = dist.TCPStore(host, int(port), world, rank == 0, timeout=timedelta(seconds=300))
+    store = TCPStore(host, int(port), world, rank == 0, timeout=timedelta(seconds=300))
     if device.type == "cuda":
         return dist.ProcessGroupNCCL(store, rank, world, dist.ProcessGroupNCCL.Options())
     return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=300))
