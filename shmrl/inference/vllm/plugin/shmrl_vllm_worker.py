@@ -5,8 +5,8 @@ called; its directory is put on that interpreter's PYTHONPATH. An engine that so
 
     PYTHONPATH=.../shmrl/inference/vllm/plugin  vllm ... --worker-extension-cls shmrl_vllm_worker.ShmrlWorker
 
-Every method answers {"error": text} where it failed, with the weights as they were before: an exception in a worker
-would end some versions of the engine.
+A failed call answers {"error": text}, with the weights as they were before: an exception in a worker would end some
+versions of the engine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class ShmrlWorker:
 
     model_runner: Any
     vllm_config: Any
-    rank: int
     _shmrl_loaded: Path | None = None  # the last directory that was loaded whole
-    _shmrl_group: Any = None
 
     def shmrl_load_weights(self, path: str) -> dict[str, Any]:
         """Load every *.safetensors of a checkpoint directory (Hugging Face names), mapped, not read.
@@ -37,14 +35,6 @@ class ShmrlWorker:
         Refused before anything changes if a name, type or shape is not the served checkpoint's, or a file is cut short.
         """
         return self._shmrl_guarded(lambda: self._shmrl_load(Path(path)))
-
-    def shmrl_join(self, address: str, world: str, first_rank: str) -> dict[str, Any]:
-        """Join the trainer's broadcast group as rank `first_rank` + this worker's rank; the trainer's rank 0 is 0."""
-        return self._shmrl_guarded(lambda: self._shmrl_join(address, int(world), int(first_rank)))
-
-    def shmrl_receive(self, manifest: str) -> dict[str, Any]:
-        """Take the tensors of a JSON list [[name, dtype, shape], ...] from the trainer, in that order."""
-        return self._shmrl_guarded(lambda: self._shmrl_receive(json.loads(manifest)))
 
     # ----------------------------------------------------------------------------------------------------------- load
 
@@ -65,6 +55,7 @@ class ShmrlWorker:
         except Exception as error:
             before = self._shmrl_loaded or served
             try:
+                read_headers(before)  # it may be gone by now, and nothing at all must not pass for weights
                 self._shmrl_reload(read_tensors(before))
             except Exception as worse:
                 raise RuntimeError(
@@ -85,24 +76,6 @@ class ShmrlWorker:
                 method.moe_kernel = None
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=weights)
-
-    # ------------------------------------------------------------------------------------------------------ broadcast
-
-    def _shmrl_join(self, address: str, world: int, first_rank: int) -> dict[str, Any]:
-        self._shmrl_group = join_group(address, first_rank + self.rank, world, self._shmrl_device())
-        return {}
-
-    def _shmrl_receive(self, manifest: list[tuple[str, str, list[int]]]) -> dict[str, Any]:
-        served = Path(self.vllm_config.model_config.model)
-        if served.is_dir():
-            check_same(
-                {name: (kind, tuple(shape)) for name, kind, shape in manifest}, read_headers(served), "the trainer"
-            )
-        self._shmrl_reload(receive(self._shmrl_group, manifest, self._shmrl_device()))
-        return {"tensors": len(manifest)}
-
-    def _shmrl_device(self) -> Any:
-        return self.model_runner.device
 
 
 # ------------------------------------------------------------------------------------------------- files of tensors
@@ -155,33 +128,3 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Any]]:
         with safe_open(str(file), "pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no dict
                 yield name, tensors.get_tensor(name)
-
-
-# ------------------------------------------------------------------------------------------------- broadcast group
-
-
-def join_group(address: str, rank: int, world: int, device: Any) -> Any:
-    """A process group beside torch's default one: nccl for a CUDA device, else gloo. address: "host:port" of rank 0."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import TCPStore
-
-    host, _, port = address.rpartition(":")
-    store = TCPStore(host, int(port), world, rank == 0, timeout=timedelta(seconds=300))
-    if device.type == "cuda":
-        return dist.ProcessGroupNCCL(store, rank, world, dist.ProcessGroupNCCL.Options())
-    return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=300))
-
-
-def receive(group: Any, manifest: list[tuple[str, str, list[int]]], device: Any) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of each entry, as rank 0 broadcasts it."""
-    import torch
-    from torch.distributed import BroadcastOptions
-
-    options = BroadcastOptions()
-    options.rootRank = 0
-    for name, kind, shape in manifest:
-        tensor = torch.empty(shape, dtype=getattr(torch, kind), device=device)
-        group.broadcast([tensor], options).wait()
-        yield name, tensor
