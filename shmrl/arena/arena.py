@@ -48,7 +48,7 @@ class Arena(Core):
         self._in_queue = False  # one of our threads has our place in the queue for space
         self._refused: tuple[float, memory.Limit] | None = None
         self._ahead: threading.Thread | None = None
-        self._attach(*fds, os.fstat(fds[1]).st_size, _process_name(), reader)
+        self._attach(*fds, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size, _process_name(), reader)
 
     # ------------------------------------------------------------------------------------------- create, attach, unlink
 
