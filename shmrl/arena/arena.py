@@ -178,9 +178,9 @@ class Arena(Core):
         self._refused = None if limit is None else (time.monotonic() + REFUSAL_HOLDS_S, limit)
         return limit is None
 
-    def _look_ahead(self, free: int) -> None:
-        """Called after each reserve while the arena is not all committed: the next step comes in the background."""
-        if free >= STEP or (self._ahead is not None and self._ahead.is_alive()):
+    def _look_ahead(self) -> None:
+        """After a reserve that left less than a step of committed space: the next one comes in the background."""
+        if self._ahead is not None and self._ahead.is_alive():
             return
         if self._refused is None or time.monotonic() >= self._refused[0]:
             self._ahead = threading.Thread(target=self._grow_quietly, name="shmrl-arena-commit", daemon=True)
