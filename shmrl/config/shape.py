@@ -1,14 +1,19 @@
 """What a Hugging Face config.json says about a model's shape: experts, MoE layers, vocabulary.
 
-The one reading of those keys, used by the launcher's preflight and by the env workers' `ChatFormat`; no torch, no
-transformers.
+The one reading of those keys, for the launcher's preflight, the arena's budget and the env workers' `ChatFormat`; no
+torch, no transformers.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from shmrl.config.tree import RunTree
+from shmrl.errors import ConfigError
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token")
@@ -31,6 +36,19 @@ class ModelShape:
     top_k: int
     vocab: int
     max_positions: int
+
+
+def model_shape(tree: RunTree) -> ModelShape:
+    """The shape of the run's model: of `[model.tiny]`, else of the checkpoint's config.json (ConfigError)."""
+    tiny = tree.model.tiny
+    if tiny is not None:
+        layers = tuple(range(tiny.layers))
+        return ModelShape(tiny.layers, layers, tiny.experts, tiny.top_k, tiny.vocab, tiny.max_positions)
+    path = Path(str(tree.model.path)) / "config.json"
+    try:
+        return read_shape(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path: {path} does not describe a model: {type(error).__name__}: {error}") from error
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:

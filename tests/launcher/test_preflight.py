@@ -137,12 +137,6 @@ def test_two_roles_on_one_port_are_refused(load):
         check(load(inference__port=port, orchestrator__env_server_base_port=port))
 
 
-def test_ids_take_the_narrowest_integer(load):
-    tree = load(trainer__head=4)
-    assert arena_budget(tree, ModelShape(48, tuple(range(48)), 128, 8, 1000, 4096)).per_token["routing"] == 384
-    assert arena_budget(tree, ModelShape(48, tuple(range(48)), 512, 8, 1000, 4096)).per_token["routing"] == 768
-
-
 @pytest.mark.parametrize(("nbytes", "text"), [(17, "17 B"), (1536, "1.5 KiB"), (3 << 29, "1.5 GiB")])
 def test_sizes_as_people_read_them(nbytes, text):
     assert size(nbytes) == text
