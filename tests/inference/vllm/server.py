@@ -1,4 +1,4 @@
-"""A real vLLM, started as a run starts it, for the interop tests; and the model it serves, as transformers sees it.
+"""A real vLLM with a tiny model in float32, started as a run starts it, for the interop tests.
 
 `SHMRL_VLLM_PYTHON` names the interpreter that has vLLM (`.ci/run interop` makes one).
 """
@@ -14,18 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from shmrl.config import RunTree, TinyModel, load_run
 from shmrl.inference.embedded.tiny import write_tiny
-from shmrl.trainer.models import load_model
 from tests.support.runs import free_ports
 
 SHAPE = TinyModel(head_dim=32, vocab=512, initializer_range=0.2)  # 0.2: routes and logits are not degenerate
 TEXT = """
 [inference]
 backend = "vllm"
-dtype = "bfloat16"
 max_model_len = 512
 max_num_seqs = 32
 [inference.vllm]
@@ -49,21 +45,10 @@ def vllm_python() -> str:
     return python
 
 
-def write_rounded(path: Path, seed: int) -> Path:
-    """A tiny model whose float32 weights are bfloat16 numbers, so that the engine serves exactly these."""
-    write_tiny(SHAPE, path, seed)
-    lm = load_model(path)
-    with torch.no_grad():
-        for parameter in lm.parameters():
-            parameter.copy_(parameter.bfloat16().float())
-    lm.save_pretrained(path)
-    return path
-
-
 @contextmanager
 def serving(directory: Path) -> Iterator[RunTree]:
     """`shmrl inference` with a vLLM of its own, until the end; the run's tree, whose first url answers when ready."""
-    write_rounded(directory / "model", seed=0)
+    write_tiny(SHAPE, directory / "model", seed=0)
     (directory / "run.toml").write_text(f'{TEXT}\n[model]\npath = "{directory}/model"\n')
     flags = {
         "run.output-dir": str(directory / "out"),

@@ -144,7 +144,7 @@ async def test_routed_experts_are_those_of_the_transformers_model_and_replay_con
 
 
 async def test_derived_masks_are_the_samplers_kept_sets(client, policy):
-    """Against top-k and top-p over the transformers model's logits; bfloat16 moves an id over the edge now and then."""
+    """Against top-k and top-p over the transformers model's own logits."""
     asked = prompts(8, 24, seed=1)
     answers = await generations(client, asked, ignore_eos=True)
     differ = total = 0
@@ -161,7 +161,7 @@ async def test_derived_masks_are_the_samplers_kept_sets(client, policy):
             expected = set(ids[before < 0.9].tolist())
             differ += len(expected ^ set(kept))
             total += len(expected)
-    assert differ / total < 0.02, (differ, total)
+    assert differ / total < 0.001, (differ, total)
 
 
 async def test_the_completions_route_gives_the_same_answer(client, url):
@@ -243,12 +243,15 @@ async def test_a_failed_update_leaves_the_old_weights_serving(client, url, tree,
 
 
 async def test_ten_steps_of_training_are_followed_and_replay_lowers_the_mismatch(client, url, tree, tmp_path):
-    """Sample, score with and without replay on the same batch and weights, train, hand the weights over; ten times."""
+    """Sample, score with and without replay on the same batch and weights, train, hand the weights over; ten times.
+
+    The trainer scores in bfloat16, as it would on a GPU: in float32 no route differs and replay proves nothing.
+    """
     lm = load_model(tree.initial_weights)
     policy = Policy(lm, replay=RouterReplay(lm))
     optimizer = torch.optim.SGD(lm.parameters(), lr=0.05)
     (probe,) = prompts(1, 32, seed=7)
-    scores, off, lower, worst = [], [], 0, 0.0
+    scores, lower, worst = [], 0, 0.0
     for step in range(1, STEPS + 1):
         asked = prompts(16, 24, seed=step)
         answers = await generations(client, asked, ignore_eos=True)
@@ -262,13 +265,12 @@ async def test_ten_steps_of_training_are_followed_and_replay_lowers_the_mismatch
         write_model(lm, dict(lm.state_dict()), tree.initial_weights, tmp_path / f"step_{step}")
         await client.update_weights(str(tmp_path / f"step_{step}"), step, mode="wait")
         scores.append(await client.prompt_logprobs(url, probe))
-        off.append((torch.tensor(scores[-1]) - own_logprobs(lm, probe)).abs())
-        worst = max(worst, float(off[-1].max()))
+        worst = max(worst, float((torch.tensor(scores[-1]) - own_logprobs(lm, probe)).abs().max()))
     moved = [max(abs(a - b) for a, b in zip(one, two, strict=True)) for one, two in pairwise(scores)]
-    print(f"replay lower in {lower} of {STEPS}; off by at most {worst:.4f}, median {torch.cat(off).median():.4f}")
+    print(f"replay lower in {lower} of {STEPS}; after updates off by at most {worst:.1e}")
     assert min(moved) > 1e-3
     assert lower >= 0.9 * STEPS
-    assert float(torch.cat(off).median()) <= 2e-2
+    assert worst <= 2e-2
 
 
 def _with_replay(tree, on):
@@ -277,5 +279,6 @@ def _with_replay(tree, on):
 
 
 def _kl(policy, tree, work):
-    ours, theirs = score(policy, tree, work)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = score(policy, tree, work)
     return float(mismatch_kl(torch.from_numpy(ours), torch.from_numpy(theirs)).mean())
