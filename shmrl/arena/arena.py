@@ -48,8 +48,9 @@ class Arena(Core):
         self._opening = threading.Lock()
         self._in_queue = False  # one of our threads has our place in the queue for space
         self._refused: tuple[float, memory.Limit] | None = None
+        self._room = (0.0, 0)  # until when, what growth may still take
         self._ahead: threading.Thread | None = None
-        self._attach(*fds, os.fstat(fds[1]).st_size, _process_name(), reader)
+        self._attach(*fds, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size, _process_name(), reader)
 
     # ------------------------------------------------------------------------------------------- create, attach, unlink
 
@@ -189,9 +190,9 @@ class Arena(Core):
         self._refused = None if limit is None else (time.monotonic() + REFUSAL_HOLDS_S, limit)
         return limit is None
 
-    def _look_ahead(self, free: int) -> None:
-        """Called after each reserve while the arena is not all committed: the next step comes in the background."""
-        if free >= STEP or (self._ahead is not None and self._ahead.is_alive()):
+    def _look_ahead(self) -> None:
+        """After a reserve that left less than a step of committed space: the next one comes in the background."""
+        if self._ahead is not None and self._ahead.is_alive():
             return
         if self._refused is None or time.monotonic() >= self._refused[0]:
             self._ahead = threading.Thread(target=self._grow_quietly, name="shmrl-arena-commit", daemon=True)
@@ -238,6 +239,23 @@ class Arena(Core):
             "huge_bytes": placement.huge_bytes(address, nbytes),
             "node_bytes": placement.bytes_by_node(name),
         }
+
+    def pressure(self) -> dict[str, int]:
+        """How full it is, for whoever decides what starts next; microseconds, no lock. Bytes:
+
+        used_bytes: what blocks take. capacity_bytes: what they ever can: what is committed and, as far as mount, memory
+        and cgroups allowed within the last second, the rest. waiting: 1 if another process waits for space, else 0.
+        """
+        used = self._stats(False)["used_bytes"]
+        return {"used_bytes": used, "capacity_bytes": self._reachable(), "waiting": int(self._others_wait())}
+
+    def _reachable(self) -> int:
+        """The capacity, or less where the limits do not let the arena grow to it."""
+        head, now = self._header(), time.monotonic()
+        capacity, committed = head["capacity"], head["committed_pages"] * PAGE
+        if committed < capacity and now >= self._room[0]:
+            self._room = now + REFUSAL_HOLDS_S, memory.growable(self._files.mount)
+        return min(capacity, committed + self._room[1])
 
     def stats(self, by: str | None = None, exact: bool = False) -> dict[str, Any]:
         """Counters of the whole arena; `by` adds {"by": {key: {"blocks", "bytes"}}} whose bytes sum to used_bytes.

@@ -80,6 +80,11 @@ def refusing(mount: Path | None, nbytes: int, *, headroom: bool) -> Limit | None
     return None
 
 
+def growable(mount: Path | None) -> int:
+    """Bytes that growth may still take now, headroom left alone."""
+    return max(0, min(limit.free - limit.headroom for limit in limits(mount)))
+
+
 def refusals(mount: Path | None, nbytes: int) -> list[str]:
     """Why an arena of `nbytes` cannot be made there now: every bound that refuses, in numbers; [] when it can."""
     if mount is not None and not (mount.is_dir() and os.access(mount, os.W_OK | os.X_OK)):
