@@ -327,7 +327,7 @@ def test_pressure_counts_what_growth_may_still_take(monkeypatch):
         assert arena.pressure()["capacity_bytes"] == 512 * MIB
         limit = memory.Limit("cgroup /small", limit=320 * MIB, free=100 * MIB)  # 40 MiB of it are left alone
         monkeypatch.setattr(arena, "_room", (0.0, 0))  # the second is over
-        monkeypatch.setattr(memory, "limits", lambda directory, mount: [limit])
+        monkeypatch.setattr(memory, "limits", lambda mount: [limit])
         assert arena.pressure()["capacity_bytes"] == (256 + 60) * MIB
         arena.unlink()
 
