@@ -89,7 +89,14 @@ class Core:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def _attach(
-        self, live_fd: int, ctl_fd: int, data_fd: int, ctl_nbytes: int, name: bytes, reader: int | None
+        self,
+        live_fd: int,
+        ctl_fd: int,
+        data_fd: int,
+        ctl_nbytes: int,
+        data_file_nbytes: int,
+        name: bytes,
+        reader: int | None,
     ) -> None: ...
     def _make_writable(self, fd: int) -> None: ...
     def _handle_from(self, slot: int, generation: int, nonce: int, nbytes: int) -> Handle: ...

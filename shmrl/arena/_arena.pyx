@@ -86,6 +86,11 @@ cdef inline uint64_t deadline_of(object timeout_s):
     return srl_now_ns(CLOCK_MONOTONIC) + <uint64_t> (max(0.0, min(float(timeout_s), 1e9)) * 1e9)
 
 
+cdef str text_of(const char *words, Py_ssize_t room):
+    """A text field of ctl, which may have lost its end."""
+    return PyBytes_FromStringAndSize(words, room).split(b"\0", 1)[0].decode(errors="replace")
+
+
 cdef uint64_t column_tail(uint64_t nbytes):
     """Room for any 24 columns: their table, a checksum per 512 bytes (512 rows of one byte), one more per column."""
     return 8 + 16 + 24 * (64 + 4) + 4 * ((nbytes + 511) // 512)
@@ -178,8 +183,11 @@ cdef class View:
     def _tail(self):
         """What lies behind the payload -> (tail bytes, its crc32c in the descriptor, sealed with checksums)."""
         cdef srl_block *b = self.core.a.blocks + self.slot
-        cdef const uint8_t *at = self.core.data + b.offset + srl_tail_at(b.nbytes)
-        tail = PyBytes_FromStringAndSize(<const char *> at, b.tail_nbytes)
+        cdef uint64_t left = self.core.data_nbytes - <uint64_t> (self.at - self.core.data)
+        cdef uint64_t start = srl_tail_at(self.n), n = b.tail_nbytes
+        if n and (start > left or n > left - start):
+            raise ArenaCorrupt(f"{self.handle!r}: a tail of {n} bytes behind {self.n}, with {left} to the arena's end")
+        tail = PyBytes_FromStringAndSize(<const char *> self.at + start, n) if n else b""
         return tail, b.crc, not (b.word >> 16) & SRL_UNCHECKED
 
     def __reduce__(self):
@@ -309,7 +317,8 @@ cdef class Core:
     def __cinit__(self):
         self.live.fd = self.ctl_fd = self.data_fd = -1
 
-    def _attach(self, int live_fd, int ctl_fd, int data_fd, uint64_t ctl_nbytes, bytes name, reader):
+    def _attach(self, int live_fd, int ctl_fd, int data_fd, uint64_t ctl_nbytes, uint64_t data_file_nbytes,
+                bytes name, reader):
         """Maps ctl and data, claims a process slot. Owns the descriptors from here on, also when it raises."""
         self.ctl_fd, self.data_fd, self.ctl_nbytes = ctl_fd, data_fd, ctl_nbytes
         srl_live_init(&self.live, live_fd)
@@ -318,10 +327,12 @@ cdef class Core:
             self.ctl = NULL
             raise ArenaError(f"cannot map {ctl_nbytes} bytes of control words (RLIMIT_AS?)")
         open_ctl(&self.a, self.ctl, ctl_nbytes)
-        self.holds_nbytes = self.a.h.max_blocks * sizeof(srl_hold)
+        self.holds_nbytes = self.a.max_blocks * sizeof(srl_hold)
         self.a.holds = <srl_hold *> mmap(
             NULL, self.holds_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
-        self.data_nbytes = self.a.h.capacity
+        self.data_nbytes = <uint64_t> self.a.max_pages * SRL_PAGE
+        if data_file_nbytes < self.data_nbytes:
+            raise ArenaCorrupt(f"a data file of {data_file_nbytes} bytes, for a capacity of {self.data_nbytes}")
         self.data = <uint8_t *> mmap(NULL, self.data_nbytes, PROT_READ, MAP_SHARED, data_fd, 0)
         if self.data == <uint8_t *> MAP_FAILED or self.a.holds == <srl_hold *> MAP_FAILED:
             self.data = NULL
@@ -486,7 +497,7 @@ cdef class Core:
         block.core, block.slot, block.generation, block.nonce = self, r.slot, r.generation, r.nonce
         block.offset, block.n, block.room, block.open, block.tag = r.offset, r.nbytes, r.room, True, tag
         self.users += 1
-        if (self.a.h.committed_pages < self.a.h.max_pages
+        if (self.a.h.committed_pages < self.a.max_pages
                 and self.a.h.committed_pages * SRL_PAGE < self.a.h.used_bytes + LOOK_AHEAD):
             self._look_ahead()
         return block
@@ -537,10 +548,10 @@ cdef class Core:
 
     cdef int _raise_stalled(self, double held_s) except -1:
         owner = srl_lock_owner(&self.a)
-        if owner >= self.a.h.max_processes or owner == self.a.self:
+        if owner >= self.a.max_processes or owner == self.a.self:
             raise PeerStalled("a thread of this process", getpid(), held_s)
         cdef srl_process *p = self.a.processes + <uint32_t> owner
-        raise PeerStalled((<bytes> p.name).decode(errors="replace"), p.pid, held_s)
+        raise PeerStalled(text_of(p.name, sizeof(p.name)), p.pid, held_s)
 
     def put(self, data, tag="", on_full="block", timeout_s=30.0, hot=False, checksum=True):
         """Copies any C-contiguous buffer or array in -> Handle. reserve()'s arguments; shape and dtype are not kept.
@@ -599,9 +610,10 @@ cdef class Core:
         self.users += 1
         view.core, view.handle, view.slot, view.held = self, handle, p.slot, True
         cdef srl_block *b = self.a.blocks + p.slot
-        if b.span > self.data_nbytes or b.offset > self.data_nbytes - b.span or b.nbytes + b.tail_nbytes > b.span:
-            raise ArenaCorrupt(f"{handle!r}: {b.nbytes} bytes in {b.span} at {b.offset} of {self.data_nbytes}")
-        view.at, view.n, view.row = self.data + b.offset, <Py_ssize_t> b.nbytes, 1
+        cdef uint64_t at = b.offset, n = b.nbytes, span = b.span  # read once: what is checked is what is used
+        if span > self.data_nbytes or at > self.data_nbytes - span or n > span:
+            raise ArenaCorrupt(f"{handle!r}: {n} bytes in {span} at {at} of {self.data_nbytes}")
+        view.at, view.n, view.row = self.data + at, <Py_ssize_t> n, 1
         return view
 
     # ------------------------------------------------------------------------------------------------------ ownership
@@ -689,7 +701,7 @@ cdef class Core:
     def _commit_data(self, uint64_t first, uint64_t end):
         """Commits data pages [first, end) and their records -> 0 or errno."""
         cdef int rc
-        cdef uint64_t records = self.a.h.pages_off + first * 64
+        cdef uint64_t records = <uint64_t> (<uint8_t *> self.a.pages - self.ctl) + first * 64
         self.users += 1
         with nogil:
             rc = posix_fallocate(self.ctl_fd, <int64_t> records, <int64_t> ((end - first) * 64))
@@ -703,7 +715,7 @@ cdef class Core:
     def _commit_table(self, uint64_t first, uint64_t end):
         """Commits descriptors [first, end) -> 0 or errno."""
         cdef int rc
-        cdef int64_t at = <int64_t> (self.a.h.blocks_off + first * 256)
+        cdef int64_t at = <int64_t> (<uint8_t *> self.a.blocks - self.ctl) + <int64_t> (first * 256)
         self.users += 1
         with nogil:
             rc = posix_fallocate(self.ctl_fd, at, <int64_t> ((end - first) * 256))
@@ -716,8 +728,11 @@ cdef class Core:
         """Header words that change and that do not -> dict."""
         self._alive()
         cdef srl_header *h = self.a.h
-        return dict(capacity=h.capacity, boot=h.boot, committed_pages=h.committed_pages, max_pages=h.max_pages,
-                    max_blocks=h.max_blocks, table_committed=h.table_committed, table_step=h.table_step)
+        if not srl_counts_are_sane(&self.a):
+            check(-EUCLEAN, "header:")
+        return dict(capacity=self.data_nbytes, boot=h.boot, committed_pages=h.committed_pages,
+                    max_pages=self.a.max_pages, max_blocks=self.a.max_blocks, table_committed=h.table_committed,
+                    table_step=h.table_step)
 
     def _stats(self, exact):
         """The pinned counters. exact: under the allocator's lock."""
@@ -737,11 +752,11 @@ cdef class Core:
         if exact:
             self._locked()
         try:
-            blocks = PyBytes_FromStringAndSize(<char *> self.a.blocks, <Py_ssize_t> (self.a.h.table_used * 256))
+            blocks = PyBytes_FromStringAndSize(<char *> self.a.blocks, <Py_ssize_t> (srl_table_used(&self.a) * 256))
         finally:
             if exact:
                 srl_unlock(&self.a)
-        return blocks, PyBytes_FromStringAndSize(<char *> self.a.processes, self.a.h.max_processes * 128)
+        return blocks, PyBytes_FromStringAndSize(<char *> self.a.processes, self.a.max_processes * 128)
 
     cdef int _locked(self) except -1:
         cdef int rc

@@ -86,15 +86,16 @@ cdef class Ctl:
         cdef srl_stats s
         cdef srl_header *h = self.a.h
         srl_get_stats(&self.a, &s)
-        head = dict(run_id=(<bytes> h.run_id).decode(errors="replace"), node=h.node, boot=h.boot,
-                    created_ns=h.created_ns, max_processes=h.max_processes)
-        blocks = PyBytes_FromStringAndSize(<char *> self.a.blocks, <Py_ssize_t> (h.table_used * 256))
-        return head, counters(&s), blocks, PyBytes_FromStringAndSize(<char *> self.a.processes, h.max_processes * 128)
+        head = dict(run_id=h.run_id[:64].split(b"\0", 1)[0].decode(errors="replace"), node=h.node, boot=h.boot,
+                    created_ns=h.created_ns, max_processes=self.a.max_processes)
+        blocks = PyBytes_FromStringAndSize(<char *> self.a.blocks, <Py_ssize_t> (srl_table_used(&self.a) * 256))
+        processes = PyBytes_FromStringAndSize(<char *> self.a.processes, self.a.max_processes * 128)
+        return head, counters(&s), blocks, processes
 
     def lock_owner(self):
         """Process that has the allocator's lock, or None."""
         owner = srl_lock_owner(&self.a)
-        return owner if owner < self.a.h.max_processes else None
+        return owner if owner < self.a.max_processes else None
 
     def copy(self, target):
         """Copies what is in use into a zeroed, writable buffer of the same size -> whether it is of one moment.
@@ -104,8 +105,8 @@ cdef class Ctl:
         cdef Py_buffer to
         cdef uint64_t before = self.a.h.lock, pages = <char *> self.a.pages - <char *> self.raw.buf
         cdef uint64_t blocks = <char *> self.a.blocks - <char *> self.raw.buf
-        cdef uint64_t head = min(pages + self.a.h.committed_pages * sizeof(srl_page), blocks)
-        cdef uint64_t table = min(self.a.h.table_used * sizeof(srl_block), <uint64_t> self.raw.len - blocks)
+        cdef uint64_t head = pages + srl_committed_pages(&self.a) * sizeof(srl_page)
+        cdef uint64_t table = srl_table_used(&self.a) * sizeof(srl_block)
         PyObject_GetBuffer(target, &to, PyBUF_WRITABLE)
         try:
             if to.len < self.raw.len:

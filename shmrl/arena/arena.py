@@ -49,7 +49,7 @@ class Arena(Core):
         self._refused: tuple[float, memory.Limit] | None = None
         self._room = (0.0, 0)  # until when, what growth may still take
         self._ahead: threading.Thread | None = None
-        self._attach(*fds, os.fstat(fds[1]).st_size, _process_name(), reader)
+        self._attach(*fds, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size, _process_name(), reader)
 
     # ------------------------------------------------------------------------------------------- create, attach, unlink
 
