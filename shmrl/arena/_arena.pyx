@@ -17,15 +17,17 @@ from cpython.bytes cimport PyBytes_AsString, PyBytes_Check, PyBytes_FromStringAn
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.errno cimport EAGAIN, EBUSY, ENOSPC, EPERM, ESTALE, ETIMEDOUT
+from libc.stdint cimport uintptr_t
 from libc.string cimport memchr, memcpy, memset
 from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED
-from posix.mman cimport PROT_READ, PROT_WRITE, mmap, munmap
+from posix.mman cimport PROT_NONE, PROT_READ, PROT_WRITE, mmap, munmap
 from posix.time cimport CLOCK_MONOTONIC
 from posix.unistd cimport close as close_fd, getpid
 
 import warnings
 from time import sleep
 
+from shmrl.arena._dlpack import UNSAID, capsule
 from shmrl.errors import (
     AlreadyFreed, ArenaClosed, ArenaCorrupt, ArenaError, ForeignArena, NotOwner, NotSealed, PeerStalled,
     StaleHandle, TooManyProcesses, ViewsAlive,
@@ -44,6 +46,7 @@ cdef extern from "fcntl.h" nogil:
 
 cdef uint64_t RELEASE_GIL_FROM = 65536  # bytes: shorter copies are over before another thread could start
 cdef uint64_t LOCK_NS = 5_000_000_000  # how long cold operations wait for the allocator's lock
+cdef uint64_t HUGE_PAGE = 2 << 20
 cdef uint64_t NO_DEADLINE = (<uint64_t> 1) << 62
 cdef uint64_t LOOK_AHEAD = 64 << 20  # bytes: with less free, the next step is committed in the background
 cdef uint8_t VERSION = HANDLE_VERSION
@@ -85,6 +88,23 @@ cdef inline uint64_t deadline_of(object timeout_s):
     return srl_now_ns(CLOCK_MONOTONIC) + <uint64_t> (max(0.0, min(float(timeout_s), 1e9)) * 1e9)
 
 
+cdef uint8_t *map_aligned(int fd, uint64_t nbytes):
+    """Maps a file read-only at a multiple of HUGE_PAGE, without which huge pages are mapped as small ones; or NULL."""
+    cdef uint8_t *room = <uint8_t *> mmap(
+        NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+    if room == <uint8_t *> MAP_FAILED:
+        return NULL
+    cdef uint64_t before = -<uint64_t> room % HUGE_PAGE
+    cdef uint8_t *at = <uint8_t *> mmap(room + before, nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0)
+    if at == <uint8_t *> MAP_FAILED:
+        munmap(room, nbytes + HUGE_PAGE)
+        return NULL
+    if before:
+        munmap(room, before)
+    munmap(at + nbytes, HUGE_PAGE - before)
+    return at
+
+
 cdef str text_of(const char *words, Py_ssize_t room):
     """A text field of ctl, which may have lost its end."""
     return PyBytes_FromStringAndSize(words, room).split(b"\0", 1)[0].decode(errors="replace")
@@ -93,6 +113,11 @@ cdef str text_of(const char *words, Py_ssize_t room):
 cdef uint64_t column_tail(uint64_t nbytes):
     """Room for any 24 columns: their table, a checksum per 512 bytes (512 rows of one byte), one more per column."""
     return 8 + 16 + 24 * (64 + 4) + 4 * ((nbytes + 511) // 512)
+
+
+def span_bytes(nbytes):
+    """What a reserve() of `nbytes` takes from the arena: with room for its tail, in whole pages or a cell."""
+    return srl_span_nbytes(nbytes + column_tail(nbytes))
 
 
 @cython.no_gc_clear
@@ -158,6 +183,19 @@ cdef class View:
             self.leaving = True
         else:
             self._drop()
+
+    @property
+    def __array_interface__(self):
+        """NumPy's protocol, version 3; data is a memoryview, since of any other object NumPy keeps no buffer."""
+        return dict(version=3, shape=(self.n,), typestr="|u1", data=memoryview(self))
+
+    def __dlpack_device__(self):
+        """(1, 0): memory of the host."""
+        return 1, 0
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=UNSAID):
+        """The array API standard's capsule, uint8 [nbytes], read-only; see `_dlpack.capsule` for who gets a copy."""
+        return capsule(self, stream, max_version, dl_device, copy)
 
     def _cut(self, Py_ssize_t start, Py_ssize_t rows, Py_ssize_t row_nbytes):
         """Narrows a fresh view to rows from byte `start` on, as the columns table has them."""
@@ -319,9 +357,8 @@ cdef class Core:
         self.data_nbytes = <uint64_t> self.a.max_pages * SRL_PAGE
         if data_file_nbytes < self.data_nbytes:
             raise ArenaCorrupt(f"a data file of {data_file_nbytes} bytes, for a capacity of {self.data_nbytes}")
-        self.data = <uint8_t *> mmap(NULL, self.data_nbytes, PROT_READ, MAP_SHARED, data_fd, 0)
-        if self.data == <uint8_t *> MAP_FAILED or self.a.holds == <srl_hold *> MAP_FAILED:
-            self.data = NULL
+        self.data = map_aligned(data_fd, self.data_nbytes)
+        if self.data == NULL or self.a.holds == <srl_hold *> MAP_FAILED:
             raise ArenaError(f"cannot map {self.data_nbytes} bytes of data (RLIMIT_AS?)")
         madvise(self.data, self.data_nbytes, MADV_DONTDUMP)  # a core dump would keep our byte locked meanwhile
         for _attempt in range(50):  # a slot that is being swept or claimed right now may be free in a moment
@@ -351,6 +388,7 @@ cdef class Core:
         if at == MAP_FAILED:
             close_fd(fd)
             raise ArenaError(f"cannot map {self.data_nbytes} bytes of data for writing")
+        madvise(self.data, self.data_nbytes, MADV_DONTDUMP)
         close_fd(self.data_fd)
         self.data_fd = fd
         self.writable = True
@@ -678,6 +716,11 @@ cdef class Core:
 
     # --------------------------------------------------------------------------------------- what arena.py builds on
 
+    def _data_at(self):
+        """(address, bytes) of the data's mapping."""
+        self._alive()
+        return <uintptr_t> self.data, self.data_nbytes
+
     def _handle_from(self, slot, generation, nonce, nbytes):
         return self._handle(slot, generation, nonce, nbytes)
 
@@ -718,7 +761,7 @@ cdef class Core:
             check(-EUCLEAN, "header:")
         return dict(capacity=self.data_nbytes, boot=h.boot, committed_pages=h.committed_pages,
                     max_pages=self.a.max_pages, max_blocks=self.a.max_blocks, table_committed=h.table_committed,
-                    table_step=h.table_step)
+                    table_step=h.table_step, huge=h.huge)
 
     def _stats(self, exact):
         """The pinned counters. exact: under the allocator's lock."""

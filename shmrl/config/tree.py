@@ -217,11 +217,13 @@ class RunTree(Table):
         """The same run with absolute paths, so that its resolved files mean the same in every directory."""
         run = self.run.model_copy(update={"output_dir": self.run.output_dir.resolve()})
         path = self.model.path and self.model.path.resolve()
+        base = self.arena.base and self.arena.base.resolve()
         python = self.inference.python and self.inference.python.absolute()  # a venv's is a link: it must stay one
         return self.model_copy(
             update={
                 "run": run,
                 "model": self.model.model_copy(update={"path": path}),
+                "arena": self.arena.model_copy(update={"base": base}),
                 "inference": self.inference.model_copy(update={"python": python}),
             }
         )

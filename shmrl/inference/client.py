@@ -25,6 +25,7 @@ from shmrl.inference.answers import Generation, parse_metrics, read_generation
 log = logging.getLogger(__name__)
 LOAD_METHOD = "shmrl_load_weights"
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+KEEPALIVE_S = 2.0  # vLLM closes idle connections after 5 s, and a call that meets that is lost
 STICKY_EXCESS = 16  # a prefix stays on its engine until that has so many more requests in flight than the least busy
 MAX_FAULTS = 3  # attempts of a request that reached an engine and failed there; an engine that is away is waited for
 
@@ -273,7 +274,7 @@ class EngineClient:
 
     async def _call(self, method: str, url: str, path: str, body: Any, timeout_s: float) -> tuple[int, str]:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=False)
         timeout = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), sock_connect=10)
         async with self._session.request(method, url + path, json=body, timeout=timeout) as response:
