@@ -1,11 +1,12 @@
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from typing_extensions import Buffer
 
 from shmrl.types import Handle
 
+_T = TypeVar("_T")
 _Handles = Handle | Iterable[Handle]
 
 class View:
@@ -86,4 +87,5 @@ class Core:
     def _commit_table(self, first: int, end: int) -> int: ...
     def _header(self) -> dict[str, int]: ...
     def _stats(self, exact: bool) -> dict[str, int]: ...
-    def _table(self, exact: bool) -> tuple[bytes, bytes]: ...
+    def _window(self, data: bool) -> Buffer: ...
+    def _locked_call(self, call: Callable[[], _T]) -> _T: ...

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import re
 import secrets
 import struct
 from contextlib import suppress
@@ -135,6 +136,24 @@ def listed() -> list[Files]:
     prefix = f"shmrl-{os.geteuid()}-"
     names = {name.rsplit(".", 1)[0] for name in os.listdir(SHM) if name.startswith(prefix)}
     return [Files("shm", name[len(prefix) :]) for name in sorted(names)]
+
+
+def listed_in(directory: str) -> list[Files]:
+    """Every arena of this uid that was made with backing="file" in a directory, whole or not. OSError."""
+    prefix = f"shmrl-{os.geteuid()}-"
+    names = {name.rsplit(".", 1)[0] for name in os.listdir(directory) if name.startswith(prefix)}
+    return [Files("file", os.path.join(os.path.abspath(directory), name)) for name in sorted(names)]
+
+
+def listed_open() -> list[Files]:
+    """Arenas in memfds and files elsewhere that a process of this uid has open, through /proc."""
+    memfd, file = r"/memfd:shmrl-([0-9a-f]{32})-live.*", rf"(/(?!dev/shm/).*/shmrl-{os.geteuid()}-[0-9a-f]{{32}})\.live"
+    live, found = re.compile(f"{memfd}|{file}"), set()
+    for path in glob.iglob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):  # gone meanwhile, or another uid's
+            if match := live.fullmatch(os.readlink(path)):
+                found.add(Files("memfd", match[1]) if match[1] else Files("file", match[2]))
+    return sorted(found, key=lambda files: files.address)
 
 
 def remove_if_dead(files: Files) -> bool:
