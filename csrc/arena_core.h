@@ -147,6 +147,8 @@ int srl_fsck(const srl_arena *a, char *out, unsigned out_len);
 uint64_t srl_plain_tail(uint64_t nbytes); /* room behind a payload without columns */
 uint32_t srl_fill(void *to, const void *from, uint64_t nbytes, bool hot, bool checksum, uint32_t *crc);
 uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes);
+/* Continues crc[0..2] over the n bytes at bytes, bytes + block and bytes + 2 * block. */
+void srl_crc_three(uint32_t *crc, const void *bytes, size_t block, size_t n);
 void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out); /* one crc per block */
 
 /* Where the tail of a payload begins. */

@@ -2,12 +2,16 @@
  * "123456789": 0xe3069283.
  *
  * Blocks are independent, so three of them go through the unit side by side: its latency is three times its
- * throughput, and no combining step is needed.
+ * throughput, and no combining step is needed. SRL_PORTABLE leaves the unit out.
  */
 #include "arena_core.h"
 #include <string.h>
 
-#if defined(__x86_64__)
+#define LINE  64
+#define AHEAD 512 /* bytes of each block that are fetched ahead of the unit */
+
+#if defined(SRL_PORTABLE)
+#elif defined(__x86_64__)
 #include <nmmintrin.h>
 #define HARDWARE         __attribute__((target("sse4.2")))
 #define CRC8(crc, byte)  _mm_crc32_u8((uint32_t)(crc), byte)
@@ -60,23 +64,22 @@ HARDWARE static uint32_t crc_hardware(uint32_t crc, const uint8_t *p, size_t n) 
     return (uint32_t)c;
 }
 
-HARDWARE static void crc_three(const uint8_t *p, size_t block, uint32_t *out) {
-    uint64_t a = UINT32_MAX, b = UINT32_MAX, c = UINT32_MAX;
+HARDWARE static void three_hardware(uint32_t *crc, const uint8_t *p, size_t block, size_t n) {
+    uint64_t a = ~crc[0], b = ~crc[1], c = ~crc[2];
     const uint8_t *q = p + block, *r = q + block;
-    size_t n = block;
-    for (; n >= 8; n -= 8, p += 8, q += 8, r += 8) {
-        a = CRC64(a, word_at(p));
-        b = CRC64(b, word_at(q));
-        c = CRC64(c, word_at(r));
+    for (; n >= LINE; n -= LINE, p += LINE, q += LINE, r += LINE) {
+        __builtin_prefetch(p + AHEAD);
+        __builtin_prefetch(q + AHEAD);
+        __builtin_prefetch(r + AHEAD);
+        for (size_t i = 0; i < LINE; i += 8) {
+            a = CRC64(a, word_at(p + i));
+            b = CRC64(b, word_at(q + i));
+            c = CRC64(c, word_at(r + i));
+        }
     }
-    for (; n; n--) {
-        a = CRC8(a, *p++);
-        b = CRC8(b, *q++);
-        c = CRC8(c, *r++);
-    }
-    out[0] = ~(uint32_t)a;
-    out[1] = ~(uint32_t)b;
-    out[2] = ~(uint32_t)c;
+    crc[0] = ~crc_hardware((uint32_t)a, p, n);
+    crc[1] = ~crc_hardware((uint32_t)b, q, n);
+    crc[2] = ~crc_hardware((uint32_t)c, r, n);
 }
 #endif
 
@@ -88,12 +91,24 @@ uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes) {
     return ~crc_table(~crc, bytes, nbytes);
 }
 
-void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out) {
-    const uint8_t *p = bytes;
+void srl_crc_three(uint32_t *crc, const void *bytes, size_t block, size_t n) {
+    const char *p = bytes;
 #ifdef HARDWARE
-    for (; have_hardware() && nbytes >= 3 * block; nbytes -= 3 * block, p += 3 * block, out += 3)
-        crc_three(p, block, out);
+    if (have_hardware()) {
+        three_hardware(crc, bytes, block, n);
+        return;
+    }
 #endif
+    for (int i = 0; i < 3; i++, p += block)
+        crc[i] = srl_crc32c(crc[i], p, n);
+}
+
+void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out) {
+    const char *p = bytes;
+    for (; nbytes >= 3 * block; nbytes -= 3 * block, p += 3 * block, out += 3) {
+        out[0] = out[1] = out[2] = 0;
+        srl_crc_three(out, p, block, block);
+    }
     for (; nbytes; p += block, out++) {
         size_t n = nbytes < block ? nbytes : block;
         *out = srl_crc32c(0, p, n);

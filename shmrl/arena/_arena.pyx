@@ -502,6 +502,11 @@ cdef class Core:
         else:
             srl_queue_leave(&self.a)
 
+    def _others_wait(self):
+        """Whether another process is in the queue for space and looks at it."""
+        self._alive()
+        return not srl_queue_first(&self.a)
+
     def _note_full(self, uint64_t nbytes):
         """Leaves an event: there was no room for nbytes."""
         srl_event_note(&self.a, SRL_DID_FILL, 0, 0, nbytes)

@@ -104,6 +104,7 @@ cdef extern from "arena_live.h" nogil:
     uint32_t srl_lock_owner(const srl_arena *a)
     void srl_queue_enter(srl_arena *a)
     void srl_queue_leave(srl_arena *a)
+    bint srl_queue_first(const srl_arena *a)
     void srl_space_wait(srl_arena *a, uint32_t seen, uint64_t timeout_ns)
     int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns)
     int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bint checked)

@@ -56,6 +56,11 @@ def refusing(directory: Path, nbytes: int, *, mount: bool, headroom: bool) -> Li
     return None
 
 
+def growable(directory: Path, *, mount: bool) -> int:
+    """Bytes that growth may still take now, headroom left alone."""
+    return max(0, min(limit.free - limit.headroom for limit in limits(directory, mount=mount)))
+
+
 def _mount(directory: Path) -> Limit:
     s = os.statvfs(directory)
     return Limit(str(directory), s.f_blocks * s.f_frsize, s.f_bavail * s.f_frsize)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shmrl.arena.memory import human
@@ -20,6 +23,19 @@ log = logging.getLogger(__name__)
 TICK_S = 0.02  # a waiter looks at least this often: for the dead, and for frees that woke nobody
 HOPE_S = 0.5  # how often it asks whether anybody is left who could free
 PATIENCE_S = 10.0  # a wait that lasts this long is told, with who holds the space; then after twice, four times as long
+
+_thread = threading.local()
+
+
+@contextmanager
+def giving_up(wanted: threading.Event) -> Iterator[None]:
+    """In this thread, waits for space end with ArenaFull soon after `wanted` is cleared: what would be written is not
+    needed any more, and others are next in the queue."""
+    _thread.wanted = wanted
+    try:
+        yield
+    finally:
+        del _thread.wanted
 
 
 class Waiting:
@@ -34,6 +50,7 @@ class Waiting:
         self._began = time.monotonic()
         self._deadline = float("inf") if timeout_s is None else self._began + timeout_s
         self._queued = self._said = False
+        self._wanted: threading.Event | None = getattr(_thread, "wanted", None)
         self._asked = 0.0
         self._told_at = PATIENCE_S
 
@@ -48,6 +65,8 @@ class Waiting:
             self._said = True
             arena._note_full(self._nbytes)
         now = time.monotonic()
+        if self._wanted is not None and not self._wanted.is_set():
+            raise arena._full(self._nbytes, now - self._began)
         if not self._block or now >= self._deadline:
             raise arena._full(self._nbytes, now - self._began)
         if now - self._began >= self._told_at:

@@ -6,31 +6,16 @@ and takes well under two seconds. All faults are reported at once.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from shmrl.config import RunTree
 from shmrl.errors import ConfigError, PortInUse
 from shmrl.node.host import SHM, capacity_bytes, free_shared_memory, require_torch
 from shmrl.node.ports import require_free
-
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What the budget needs of a model. `experts` is 0 for a dense one. Example: ModelShape(4, 8, 2, 264, 1024)"""
-
-    moe_layers: int
-    experts: int
-    top_k: int
-    vocab: int
-    max_positions: int
+from shmrl.payload.budget import EXPERT_KEYS, ModelShape, bytes_per_token, longest_episode, model_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +68,14 @@ def _environments(tree: RunTree) -> list[str]:
 
 def _shape(tree: RunTree, problems: list[str]) -> ModelShape:
     """The model's shape; adds what cannot work with it to `problems`."""
-    tiny = tree.model.tiny
-    if tiny is not None:
-        return ModelShape(tiny.layers, tiny.experts, tiny.top_k, tiny.vocab, tiny.max_positions)
-    path = Path(str(tree.model.path)) / "config.json"
     try:
-        config = json.loads(path.read_text())
-        shape = read_shape(config)
-    except (OSError, ValueError, KeyError) as error:
-        problems.append(f"model.path: {path} does not describe a model: {type(error).__name__}: {error}")
+        shape = model_shape(tree)
+    except ConfigError as error:
+        problems += error.problems
         return ModelShape(0, 0, 0, 0, 0)
+    if tree.model.tiny is not None:
+        return shape  # its numbers are in the file, and were checked with it
+    path = Path(str(tree.model.path)) / "config.json"
     if tree.trainer.router_replay and not shape.experts:
         problems.append(
             f"trainer.router_replay captures the field 'routing', but {path} describes a dense model (looked for "
@@ -108,39 +91,13 @@ def _shape(tree: RunTree, problems: list[str]) -> ModelShape:
     return shape
 
 
-def read_shape(config: dict[str, Any]) -> ModelShape:
-    """The shape in a Hugging Face config.json (of its `text_config` where it has one). KeyError for a missing key."""
-    config = config.get("text_config", config)
-    experts = next((int(config[key]) for key in EXPERT_KEYS if config.get(key)), 0)
-    top_k = next((int(config[key]) for key in TOP_K_KEYS if config.get(key)), 1) if experts else 0
-    layers = int(config["num_hidden_layers"]) if experts else 0
-    step = int(config.get("decoder_sparse_step") or 1)
-    dense = set(config.get("mlp_only_layers") or []) | set(range(int(config.get("first_k_dense_replace") or 0)))
-    moe_layers = sum((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
-    return ModelShape(moe_layers, experts, top_k, int(config["vocab_size"]), int(config["max_position_embeddings"]))
-
-
 # ----------------------------------------------------------------------------------------------------------- memory
 
 
 def arena_budget(tree: RunTree, shape: ModelShape) -> Budget:
     """What one token takes in the arena, and how many can be there."""
-    top_k = max((s.sampling.top_k for s in tree.orchestrator.train.source if s.sampling.truncated), default=0)
-    per_token = {"tokens, log-probabilities, text": 12.2}
-    if "routing" in tree.captured:
-        per_token["routing"] = shape.moe_layers * shape.top_k * _id_bytes(shape.experts)
-    if "head" in tree.captured:
-        per_token["head"] = 8 * tree.trainer.head
-    if "mask" in tree.captured:
-        per_token["mask"] = 4 + 4 * top_k
-    longest = min(tree.orchestrator.seq_len, tree.inference.max_model_len)
-    in_flight = (tree.orchestrator.inflight, longest)
-    return Budget(per_token, in_flight, capacity_bytes(tree.arena), free_shared_memory())
-
-
-def _id_bytes(count: int) -> int:
-    """Bytes of the narrowest unsigned integer for `count` ids."""
-    return 1 if count <= 1 << 8 else 2 if count <= 1 << 16 else 4
+    in_flight = (tree.orchestrator.inflight, longest_episode(tree))
+    return Budget(bytes_per_token(tree, shape), in_flight, capacity_bytes(tree.arena), free_shared_memory())
 
 
 def _memory(tree: RunTree, budget: Budget) -> list[str]:

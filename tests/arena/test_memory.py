@@ -146,6 +146,16 @@ def test_memory_is_committed_in_steps_ahead_of_use():
         arena.unlink()
 
 
+def test_pressure_counts_what_growth_may_still_take(monkeypatch):
+    with Arena.create("512MiB") as arena:
+        assert arena.pressure()["capacity_bytes"] == 512 * MIB
+        limit = memory.Limit("cgroup /small", limit=320 * MIB, free=100 * MIB)  # 40 MiB of it are left alone
+        monkeypatch.setattr(arena, "_room", (0.0, 0))  # the second is over
+        monkeypatch.setattr(memory, "limits", lambda directory, mount: [limit])
+        assert arena.pressure()["capacity_bytes"] == (256 + 60) * MIB
+        arena.unlink()
+
+
 def test_memory_that_was_touched_is_taken_first():
     """What one pass of blocks has faulted in, the next one finds mapped."""
     data, faults = bytes(8 * MIB), []

@@ -13,6 +13,7 @@ import pytest
 
 from shmrl.arena import Arena, Handle
 from shmrl.arena.commands import stats
+from shmrl.arena.waiting import giving_up
 from shmrl.errors import ArenaClosed, ArenaFull, PeerDied, PeerStalled, StaleHandle, TooManyProcesses
 from tests.arena.conftest import UNSHARE
 
@@ -407,6 +408,38 @@ def test_waiting_is_first_come_first_served(arena, helper):
     small.say()
     assert [large.wait(), small.wait()] == [0, 0]
     arena.free(handles[2])
+
+
+def test_pressure_tells_that_somebody_waits(arena, helper):
+    handle = arena.put(bytes(40 * MIB))
+    calm = arena.pressure()
+    assert calm == {"used_bytes": arena.stats()["used_bytes"], "capacity_bytes": 64 * MIB, "waiting": 0}
+    other = helper(waiter, arena.address, 40 * MIB, "b")
+    assert other.line() == "waiting"
+    until(lambda: arena.pressure()["waiting"])
+    arena.free(handle)
+    assert other.line() == "b"
+    assert arena.pressure()["waiting"] == 0
+    other.kill()
+
+
+def test_a_wait_that_is_given_up_ends_at_once(arena):
+    handle = arena.put(bytes(40 * MIB))
+    wanted = threading.Event()
+    wanted.set()
+
+    def put():
+        with giving_up(wanted):
+            arena.put(bytes(40 * MIB), timeout_s=None)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(put)
+        until(lambda: arena.stats()["waits"] == 1)
+        wanted.clear()
+        with pytest.raises(ArenaFull, match=r"no room for 40\.0 MiB"):
+            waiting.result(10)
+    arena.free(handle)
+    arena.free(arena.put(bytes(40 * MIB)))
 
 
 def test_a_killed_waiter_loses_its_place(arena, helper):

@@ -11,8 +11,9 @@ import pytest
 from shmrl.config import load_run
 from shmrl.errors import ConfigError, PortInUse
 from shmrl.launcher import preflight
-from shmrl.launcher.preflight import ModelShape, arena_budget, check, read_shape, size
+from shmrl.launcher.preflight import arena_budget, check, size
 from shmrl.node.host import free_shared_memory
+from shmrl.payload.budget import ModelShape
 from tests.support.runs import free_ports
 
 RUN = """
@@ -134,34 +135,6 @@ def test_two_roles_on_one_port_are_refused(load):
     port = free_ports(1)
     with pytest.raises(PortInUse, match=f"inference and env-server train/a would both bind port {port}"):
         check(load(inference__port=port, orchestrator__env_server_base_port=port))
-
-
-@pytest.mark.parametrize(
-    ("config", "shape"),
-    [
-        ({"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48}, (48, 128, 8)),
-        ({"num_local_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24}, (24, 32, 4)),
-        (
-            {"n_routed_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 61, "first_k_dense_replace": 3},
-            (58, 256, 8),
-        ),
-        (
-            {"num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24, "decoder_sparse_step": 2},
-            (12, 60, 4),
-        ),
-        ({"num_hidden_layers": 24}, (0, 0, 0)),
-    ],
-)
-def test_shapes_of_model_families(config, shape):
-    common = {"vocab_size": 1000, "max_position_embeddings": 4096}
-    assert read_shape({**config, **common}) == ModelShape(*shape, 1000, 4096)
-    assert read_shape({"text_config": {**config, **common}}) == ModelShape(*shape, 1000, 4096)
-
-
-def test_ids_take_the_narrowest_integer(load):
-    tree = load(trainer__head=4)
-    assert arena_budget(tree, ModelShape(48, 128, 8, 1000, 4096)).per_token["routing"] == 384
-    assert arena_budget(tree, ModelShape(48, 512, 8, 1000, 4096)).per_token["routing"] == 768
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(17, "17 B"), (1536, "1.5 KiB"), (3 << 29, "1.5 GiB")])
