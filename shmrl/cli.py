@@ -271,15 +271,16 @@ class ArenaLs:
     holder: str | None = None
     """Only blocks that a process owns or reads: its pid, or part of its name."""
     state: str | None = None
-    """Only blocks in a state (writing, ready, retired) or with a flag (orphan, shipped, discarded, spilled, unchecked)."""
+    """Only blocks that are writing, ready, retired, orphan, shipped, discarded, spilled or unchecked."""
     json: Switch = False
     """Print JSON; of blocks one object per line."""
 
     def __call__(self, _: Flags) -> int:
         from shmrl.arena import commands, render
+        from shmrl.arena.inspect import Filter
 
-        wanted = commands.Filter(self.source, self.step, self.holder, self.state)
-        asked = wanted != commands.Filter() or self.sort is not None or self.limit is not None
+        wanted = Filter(self.source, self.step, self.holder, self.state)
+        asked = wanted != Filter() or self.sort is not None or self.limit is not None
         if not asked and (self.address is None or os.path.isdir(self.address.removeprefix("file:"))):
             return _show(commands.ls(self.address), render.ls, self.json)
         limit = self.limit if self.limit is not None else (0 if self.json else 50)

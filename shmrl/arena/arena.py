@@ -23,7 +23,7 @@ from shmrl.arena._arena import Block, Core, View
 from shmrl.arena._ctl import Ctl, ctl_nbytes, format_ctl
 from shmrl.arena.files import Files
 from shmrl.arena.waiting import Waiting
-from shmrl.errors import ArenaCorrupt, ArenaFull, ChecksumError, ForeignArena, StaleHandle
+from shmrl.errors import ArenaFull, ForeignArena, StaleHandle
 from shmrl.types import Handle
 from shmrl.units import parse_bytes
 
@@ -240,8 +240,8 @@ class Arena(Core):
     def stats(self, by: str | None = None, exact: bool = False) -> dict[str, Any]:
         """Counters of the whole arena; `by` adds {"by": {key: {"blocks", "bytes"}}} whose bytes sum to used_bytes.
 
-        by: "source" | "step" | "field" | "holder" | "age". exact=True reads under the allocator's lock. used_bytes are what
-        blocks take from the arena (payload, tail and rounding); created == freed + blocks.
+        by: "source" | "step" | "field" | "holder" | "age". exact=True reads under the allocator's lock. used_bytes are
+        what blocks take from the arena (payload, tail and rounding); created == freed + blocks.
         """
         counters: dict[str, Any] = self._stats(exact)
         if by is None:

@@ -73,7 +73,7 @@ def _stats(row: Row) -> str:
     for by in table.BY:
         groups = sorted(row.get(f"by_{by}", {}).items(), key=lambda item: -item[1]["bytes"])
         cells = [(name or "-", str(group["blocks"]), human(group["bytes"])) for name, group in groups[:ROWS]]
-        lines += ["", _table([(by.upper(), "BLOCKS", "BYTES"), *cells])] if cells else []
+        lines += _section((by.upper(), "BLOCKS", "BYTES"), cells)
         lines += [f"... and {len(groups) - ROWS} more (--json has them all)"] if len(groups) > ROWS else []
     return "\n".join(lines)
 
@@ -91,22 +91,27 @@ def _top(row: Row) -> str:
         f"used, {human(committed)} committed, {row['blocks']} blocks, {row['orphaned']} orphans{step}"
     ]
     suspects = row["suspects"]
-    cells = [(_named(one), human(one["span_bytes"]), _age(one["age_s"]), "; ".join(one["why"])) for one in suspects["rows"]]
-    lines += ["", _table([(f"SUSPECTS ({suspects['blocks']})", "BYTES", "AGE", "WHY"), *cells])] if cells else []
+    lines += _section(
+        (f"SUSPECTS ({suspects['blocks']})", "BYTES", "AGE", "WHY"),
+        [(*_sized(one), _age(one["age_s"]), "; ".join(one["why"])) for one in suspects["rows"]],
+    )
     for by in table.BY:
-        cells = [(one[by] or "-", human(one["bytes"]), str(one["blocks"])) for one in row[by]]
-        lines += ["", _table([(by.upper(), "BYTES", "BLOCKS"), *cells])] if cells else []
+        groups = [(one[by] or "-", human(one["bytes"]), str(one["blocks"])) for one in row[by]]
+        lines += _section((by.upper(), "BYTES", "BLOCKS"), groups)
     for which in ("largest", "oldest"):
-        cells = [
-            (_named(one), human(one["span_bytes"]), one["state"], one["owner"] or "orphan", _age(one["age_s"]))
-            for one in row[which]
-        ]
-        lines += ["", _table([(which.upper(), "BYTES", "STATE", "OWNER", "AGE"), *cells])] if cells else []
+        found = [(*_sized(one), one["state"], one["owner"] or "orphan", _age(one["age_s"])) for one in row[which]]
+        lines += _section((which.upper(), "BYTES", "STATE", "OWNER", "AGE"), found)
     return "\n".join(lines)
 
 
-def _named(row: Row) -> str:
-    return row["tag"] or f"block {row['slot']} generation {row['generation']}"
+def _section(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A table below an empty line; nothing when there are no rows."""
+    return ["", _table([heading, *rows])] if rows else []
+
+
+def _sized(row: Row) -> tuple[str, str]:
+    name = row["tag"] or f"block {row['slot']} generation {row['generation']}"
+    return name, human(row["span_bytes"] or row["nbytes"])
 
 
 def live(frame: Callable[[], str], period_s: float = 1.0) -> None:

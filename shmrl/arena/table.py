@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import time
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _PROCESS = struct.Struct("<QQQQQ88s")
@@ -18,7 +19,8 @@ ORPHANS = "orphans"
 FLAGS_OF = [tuple(name for bit, name in enumerate(FLAGS) if value >> bit & 1) for value in range(1 << len(FLAGS))]
 
 
-class Process(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Process:
     """One attached (or dead and not yet swept) process."""
 
     index: int
