@@ -43,26 +43,36 @@ uint64_t srl_span_nbytes(uint64_t total) {
     return (total + SRL_PAGE - 1) / SRL_PAGE * SRL_PAGE;
 }
 
+/* The record of a page that a list, a bin or a length names. Where there is no such page, ctl contradicts itself:
+ * what is stored goes nowhere, and nothing more is handed out. */
+static srl_page *page_at(srl_arena *a, uint64_t p) {
+    if (p < a->max_pages)
+        return a->pages + p;
+    a->corrupt = true;
+    return &a->nowhere;
+}
+
 static void list_push(srl_arena *a, uint32_t *head, uint32_t p) {
-    SRL_SET(a->pages[p].prev, SRL_NONE);
-    SRL_SET(a->pages[p].next, *head);
+    srl_page *r = page_at(a, p);
+    SRL_SET(r->prev, SRL_NONE);
+    SRL_SET(r->next, *head);
     if (*head != SRL_NONE)
-        SRL_SET(a->pages[*head].prev, p);
+        SRL_SET(page_at(a, *head)->prev, p);
     SRL_SET(*head, p);
 }
 
 static void list_remove(srl_arena *a, uint32_t *head, uint32_t p) {
-    srl_page *r = a->pages + p;
+    srl_page *r = page_at(a, p);
     if (r->prev == SRL_NONE)
         SRL_SET(*head, r->next);
     else
-        SRL_SET(a->pages[r->prev].next, r->next);
+        SRL_SET(page_at(a, r->prev)->next, r->next);
     if (r->next != SRL_NONE)
-        SRL_SET(a->pages[r->next].prev, r->prev);
+        SRL_SET(page_at(a, r->next)->prev, r->prev);
 }
 
 static void mark_ends(srl_arena *a, uint32_t first, uint32_t n, unsigned kind, uint32_t writer) {
-    srl_page *ends[2] = {a->pages + first, a->pages + first + n - 1};
+    srl_page *ends[2] = {page_at(a, first), page_at(a, (uint64_t)first + n - 1)};
     for (int i = 0; i < 2; i++) {
         SRL_SET(ends[i]->kind, (uint8_t)kind);
         SRL_SET(ends[i]->length, n);
@@ -78,7 +88,7 @@ static void bin_insert(srl_arena *a, uint32_t first, uint32_t n, uint32_t writer
 }
 
 static void bin_remove(srl_arena *a, uint32_t first) {
-    unsigned bin = bin_of(a->pages[first].length);
+    unsigned bin = bin_of(page_at(a, first)->length);
     list_remove(a, a->h->bins + bin, first);
     if (a->h->bins[bin] == SRL_NONE)
         SRL_SET(a->h->bin_map[bin / 64], a->h->bin_map[bin / 64] & ~(UINT64_C(1) << bin % 64));
@@ -96,10 +106,19 @@ static unsigned bin_from(const srl_arena *a, unsigned bin) {
     return SRL_BINS;
 }
 
+static bool heads_free_span(const srl_arena *a, uint32_t p) {
+    uint64_t end = srl_committed_pages(a);
+    return p < end && a->pages[p].kind == SRL_PAGE_FREE && a->pages[p].length - 1u < end - p;
+}
+
 /* In the own bin: a span this process wrote last, else the shortest that fits, among the first `looks`. */
-static uint32_t fit_in_bin(const srl_arena *a, unsigned bin, uint32_t n, unsigned looks) {
+static uint32_t fit_in_bin(srl_arena *a, unsigned bin, uint32_t n, unsigned looks) {
     uint32_t best = SRL_NONE;
     for (uint32_t p = a->h->bins[bin]; p != SRL_NONE && looks; p = a->pages[p].next, looks--) {
+        if (!heads_free_span(a, p)) {
+            a->corrupt = true;
+            return SRL_NONE;
+        }
         const srl_page *r = a->pages + p;
         if (r->length < n)
             continue;
@@ -111,7 +130,7 @@ static uint32_t fit_in_bin(const srl_arena *a, unsigned bin, uint32_t n, unsigne
     return best;
 }
 
-static uint32_t find_span(const srl_arena *a, uint32_t n) {
+static uint32_t find_span(srl_arena *a, uint32_t n) {
     unsigned own = bin_of(n);
     uint32_t p = fit_in_bin(a, own, n, LOOKS);
     if (p != SRL_NONE)
@@ -119,7 +138,7 @@ static uint32_t find_span(const srl_arena *a, uint32_t n) {
     unsigned above = bin_from(a, own + 1);
     if (above < SRL_BINS)
         return fit_in_bin(a, above, n, LOOKS);
-    return fit_in_bin(a, own, n, UINT32_MAX); /* the whole bin, before anybody is refused */
+    return fit_in_bin(a, own, n, a->max_pages); /* the whole bin, before anybody is refused */
 }
 
 static uint32_t pages_take(srl_arena *a, uint32_t n) {
@@ -135,15 +154,23 @@ static uint32_t pages_take(srl_arena *a, uint32_t n) {
 }
 
 static void pages_give(srl_arena *a, uint32_t first, uint32_t n, uint32_t writer) {
-    uint64_t end = a->h->committed_pages;
+    uint64_t end = srl_committed_pages(a);
     if (first > 0 && a->pages[first - 1].kind == SRL_PAGE_FREE) {
         uint32_t left = a->pages[first - 1].length;
+        if (left > first) {
+            a->corrupt = true;
+            return;
+        }
         bin_remove(a, first - left);
         first -= left;
         n += left;
     }
     if (first + n < end && a->pages[first + n].kind == SRL_PAGE_FREE) {
         uint32_t right = a->pages[first + n].length;
+        if (right > end - first - n) {
+            a->corrupt = true;
+            return;
+        }
         bin_remove(a, first + n);
         n += right;
     }
@@ -164,10 +191,15 @@ static uint32_t cells_page_new(srl_arena *a, unsigned cls) {
 }
 
 static unsigned first_clear(const uint64_t *bits) {
-    unsigned word = 0;
-    while (bits[word] == UINT64_MAX)
-        word++;
-    return word * 64 + (unsigned)__builtin_ctzll(~bits[word]);
+    for (unsigned word = 0; word < 4; word++)
+        if (~bits[word])
+            return word * 64 + (unsigned)__builtin_ctzll(~bits[word]);
+    return 256;
+}
+
+/* Whether page p is cut into cells of this class, as the list, or the block that owns a cell, has it. */
+static bool is_cut_into(const srl_arena *a, uint32_t p, unsigned cls) {
+    return p < srl_committed_pages(a) && a->pages[p].kind == SRL_PAGE_CELLS && a->pages[p].cell_class == cls;
 }
 
 static int cell_take(srl_arena *a, unsigned cls, uint64_t *offset) {
@@ -175,9 +207,13 @@ static int cell_take(srl_arena *a, unsigned cls, uint64_t *offset) {
     if (p == SRL_NONE)
         p = cells_page_new(a, cls);
     if (p == SRL_NONE)
-        return -ENOSPC;
-    srl_page *r = a->pages + p;
+        return a->corrupt ? -EUCLEAN : -ENOSPC;
+    srl_page *r = page_at(a, p);
     unsigned cell = first_clear(r->cells);
+    if (!is_cut_into(a, p, cls) || cell >= cells_of(cls)) {
+        a->corrupt = true;
+        return -EUCLEAN;
+    }
     SRL_SET(r->cells[cell / 64], r->cells[cell / 64] | UINT64_C(1) << cell % 64);
     SRL_SET(r->cells_used, (uint16_t)(r->cells_used + 1));
     if (r->cells_used == cells_of(cls))
@@ -186,18 +222,33 @@ static int cell_take(srl_arena *a, unsigned cls, uint64_t *offset) {
     return 0;
 }
 
-static void cell_give(srl_arena *a, uint64_t offset, uint32_t writer) {
+static int cell_give(srl_arena *a, uint64_t offset, unsigned cls, uint32_t writer) {
     uint32_t p = (uint32_t)(offset / SRL_PAGE);
-    srl_page *r = a->pages + p;
-    unsigned cls = r->cell_class, cell = (unsigned)(offset % SRL_PAGE / cell_size(cls));
+    srl_page *r = page_at(a, p);
+    unsigned cell = (unsigned)(offset % SRL_PAGE / cell_size(cls));
+    if (!is_cut_into(a, p, cls) || !(r->cells[cell / 64] >> cell % 64 & 1)) {
+        a->corrupt = true;
+        return -EUCLEAN;
+    }
     SRL_SET(r->cells[cell / 64], r->cells[cell / 64] & ~(UINT64_C(1) << cell % 64));
     SRL_SET(r->cells_used, (uint16_t)(r->cells_used - 1));
     if (r->cells_used + 1u == cells_of(cls))
         list_push(a, a->h->cell_pages + cls, p);
     if (r->cells_used)
-        return;
+        return 0;
     list_remove(a, a->h->cell_pages + cls, p);
     pages_give(a, p, 1, writer);
+    return 0;
+}
+
+/* Whole pages, or one cell, inside what is committed. */
+static bool span_fits(const srl_arena *a, uint64_t offset, uint64_t span) {
+    uint64_t end = srl_committed_pages(a) * SRL_PAGE;
+    if (span > end || offset > end - span || span != srl_span_nbytes(span))
+        return false;
+    if (span < SRL_PAGE)
+        return span == 0 || offset % SRL_PAGE % span == 0;
+    return offset % SRL_PAGE == 0;
 }
 
 int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset) {
@@ -211,23 +262,29 @@ int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset) {
     } else {
         uint32_t p = span / SRL_PAGE < SRL_NONE ? pages_take(a, (uint32_t)(span / SRL_PAGE)) : SRL_NONE;
         if (p == SRL_NONE)
-            return -ENOSPC;
+            return a->corrupt ? -EUCLEAN : -ENOSPC;
         *offset = (uint64_t)p * SRL_PAGE;
     }
+    if (a->corrupt)
+        return -EUCLEAN;
     srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes + span);
     if (a->h->used_bytes > a->h->peak_bytes)
         srl_store_relaxed(&a->h->peak_bytes, a->h->used_bytes);
     return 0;
 }
 
-void srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t writer) {
+int srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t writer) {
+    if (!span_fits(a, offset, span)) {
+        a->corrupt = true;
+        return -EUCLEAN;
+    }
     if (span == 0)
-        return;
+        return 0;
     srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes - span);
     if (span < SRL_PAGE)
-        cell_give(a, offset, writer);
-    else
-        pages_give(a, (uint32_t)(offset / SRL_PAGE), (uint32_t)(span / SRL_PAGE), writer);
+        return cell_give(a, offset, cell_class(span), writer);
+    pages_give(a, (uint32_t)(offset / SRL_PAGE), (uint32_t)(span / SRL_PAGE), writer);
+    return 0;
 }
 
 void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count) {
@@ -236,19 +293,9 @@ void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count) {
 
 /* ------------------------------------------------------------------------------------------------ rebuild */
 
-static bool span_is_sane(const srl_arena *a, const srl_block *b) {
-    uint64_t end = a->h->committed_pages * SRL_PAGE;
-    if (b->span > end || b->offset > end - b->span || b->nbytes > b->span ||
-        b->span != srl_span_nbytes(b->span))
-        return false;
-    if (b->span < SRL_PAGE)
-        return b->span == 0 || b->offset % SRL_PAGE % b->span == 0;
-    return b->offset % SRL_PAGE == 0;
-}
-
 static void clear_caches(srl_arena *a) {
     srl_header *h = a->h;
-    SRL_ZERO(a->pages, h->committed_pages * sizeof *a->pages);
+    SRL_ZERO(a->pages, srl_committed_pages(a) * sizeof *a->pages);
     SRL_ZERO(h->bin_map, sizeof h->bin_map);
     for (unsigned i = 0; i < SRL_BINS; i++)
         SRL_SET(h->bins[i], SRL_NONE);
@@ -259,10 +306,10 @@ static void clear_caches(srl_arena *a) {
 }
 
 static int place_block(srl_arena *a, const srl_block *b) {
-    srl_page *r = a->pages + b->offset / SRL_PAGE;
-    srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes + b->span);
     if (b->span == 0)
         return 0;
+    srl_page *r = page_at(a, b->offset / SRL_PAGE);
+    srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes + b->span);
     if (b->span >= SRL_PAGE) {
         if (r->length)
             return -EUCLEAN; /* two blocks begin on one page */
@@ -283,7 +330,7 @@ static int place_block(srl_arena *a, const srl_block *b) {
 }
 
 static void link_what_is_free(srl_arena *a) {
-    uint64_t end = a->h->committed_pages;
+    uint64_t end = srl_committed_pages(a);
     for (uint64_t p = 0; p < end;) {
         srl_page *r = a->pages + p;
         if (r->length) {
@@ -301,9 +348,11 @@ static void link_what_is_free(srl_arena *a) {
 }
 
 static int check_all(const srl_arena *a) {
-    for (uint64_t i = 0; i < a->h->table_used; i++) {
-        unsigned state = SRL_STATE(srl_load_sc(&a->blocks[i].word));
-        if (state > SRL_FREEING || (state != SRL_FREE && !span_is_sane(a, a->blocks + i)))
+    for (uint64_t i = 0; i < srl_table_used(a); i++) {
+        const srl_block *b = a->blocks + i;
+        unsigned state = SRL_STATE(srl_load_sc(&b->word));
+        if (state > SRL_FREEING ||
+            (state != SRL_FREE && (b->nbytes > b->span || !span_fits(a, b->offset, b->span))))
             return -EUCLEAN;
     }
     return 0;
@@ -312,14 +361,13 @@ static int check_all(const srl_arena *a) {
 /* After a takeover: FREEING becomes FREE, and every cache is made anew from the descriptors. */
 int srl_rebuild(srl_arena *a) {
     srl_header *h = a->h;
-    if (h->committed_pages > h->max_pages || h->table_used > h->table_committed ||
-        h->table_committed > h->max_blocks)
+    if (!srl_counts_are_sane(a))
         return -EUCLEAN;
     int rc = check_all(a);
     if (rc)
         return rc; /* before anything is changed */
     clear_caches(a);
-    for (uint64_t i = h->table_used; i-- > 0;) {
+    for (uint64_t i = srl_table_used(a); i-- > 0;) {
         srl_block *b = a->blocks + i;
         uint64_t w = srl_load_sc(&b->word);
         if (SRL_STATE(w) == SRL_FREEING) {
@@ -334,6 +382,7 @@ int srl_rebuild(srl_arena *a) {
         } else if ((rc = place_block(a, b)) != 0)
             return rc;
     }
+    a->corrupt = false;
     link_what_is_free(a);
-    return 0;
+    return a->corrupt ? -EUCLEAN : 0;
 }

@@ -31,7 +31,8 @@ void srl_pend(srl_arena *a, uint32_t slot) {
 static void free_locked(srl_arena *a, srl_block *b, uint64_t w) {
     if (SRL_STATE(w) != SRL_FREEING || srl_load_sc(&b->word) != w)
         return;
-    srl_span_give(a, b->offset, b->span, SRL_OWNER(w));
+    if (srl_span_give(a, b->offset, b->span, SRL_OWNER(w)))
+        return; /* a descriptor that was scribbled on: fsck shows it, nobody gets its bytes */
     srl_store_sc(&b->word, SRL_WORD(SRL_GEN(w) + 1, SRL_FREE, 0, 0));
     srl_store_relaxed(&b->offset, a->h->free_slot);
     if (SRL_GEN(w) + 1 != UINT32_MAX)
@@ -43,7 +44,7 @@ static void free_locked(srl_arena *a, srl_block *b, uint64_t w) {
 void srl_drain(srl_arena *a) {
     if (!srl_swap_sc(&a->h->pending_hint, 0))
         return;
-    for (uint64_t i = 0; i < (a->h->table_used + 63) / 64; i++) {
+    for (uint64_t i = 0; i < (srl_table_used(a) + 63) / 64; i++) {
         uint64_t bits = srl_load_relaxed(a->pending + i) ? srl_swap_sc(a->pending + i, 0) : 0;
         for (; bits; bits &= bits - 1) {
             srl_block *b = srl_at(a, (uint32_t)(i * 64) + (uint32_t)__builtin_ctzll(bits));
@@ -90,15 +91,15 @@ static int next_nonce(srl_arena *a, uint64_t *nonce) {
 
 static int find_slot(srl_arena *a, uint64_t *slot) {
     srl_header *h = a->h;
-    if (h->free_slot && h->free_slot <= h->table_used)
+    if (h->free_slot && h->free_slot <= srl_table_used(a))
         *slot = h->free_slot - 1;
     else if (h->free_slot)
         return -EUCLEAN;
     else if (h->table_used < h->table_committed)
         *slot = h->table_used;
     else
-        return h->table_committed < h->max_blocks ? -EXFULL : -ENOSPC;
-    return 0;
+        return h->table_committed < a->max_blocks ? -EXFULL : -ENOSPC;
+    return SRL_STATE(srl_load_sc(&srl_at(a, (uint32_t)*slot)->word)) == SRL_FREE ? 0 : -EUCLEAN;
 }
 
 static void take_slot(srl_arena *a, uint64_t slot) {
@@ -128,6 +129,8 @@ static void describe(srl_block *b, const srl_request *r, uint64_t span) {
 
 static int reserve_locked(srl_arena *a, srl_request *r) {
     srl_drain(a);
+    if (a->corrupt || !srl_counts_are_sane(a))
+        return -EUCLEAN;
     if (srl_load32_sc(&a->h->space_waiters) && !srl_queue_first(a))
         return -ENOSPC;
     uint64_t slot, span = srl_span_nbytes(r->nbytes + r->room);
@@ -138,7 +141,7 @@ static int reserve_locked(srl_arena *a, srl_request *r) {
         return rc;
     rc = srl_span_take(a, span, &r->offset);
     if (rc)
-        return a->h->committed_pages < a->h->max_pages ? -EMLINK : rc;
+        return rc == -ENOSPC && a->h->committed_pages < a->max_pages ? -EMLINK : rc;
     take_slot(a, slot);
     srl_block *b = srl_at(a, (uint32_t)slot);
     r->slot = (uint32_t)slot;
@@ -207,7 +210,7 @@ static void drop_bit(srl_arena *a, srl_block *b) {
 }
 
 int srl_acquire(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
-    if (slot >= srl_load_relaxed(&a->h->table_used))
+    if (slot >= a->max_blocks || slot >= srl_load_relaxed(&a->h->table_used))
         return -ESTALE;
     srl_block *b = srl_at(a, slot);
     srl_hold *hold = a->holds + slot;
@@ -244,7 +247,7 @@ void srl_release(srl_arena *a, uint32_t slot) {
 /* The word of a READY block of this very handle, or why not. The nonce is stable if a CAS of this word
  * succeeds later. */
 static int owned_word(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, bool mine, uint64_t *w) {
-    if (slot >= srl_load_relaxed(&a->h->table_used))
+    if (slot >= srl_table_used(a))
         return -ESTALE;
     *w = srl_load_sc(&srl_at(a, slot)->word);
     int rc = readable(*w, gen);
@@ -385,7 +388,7 @@ int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t len) {
     int64_t n = 0;
     if (len > SRL_TAG_MAX)
         return 0;
-    for (uint64_t i = 0; i < srl_load_relaxed(&a->h->table_used); i++)
+    for (uint64_t i = 0; i < srl_table_used(a); i++)
         n += discard_one(a, srl_at(a, (uint32_t)i), prefix, len);
     return n;
 }
@@ -397,7 +400,7 @@ int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline
     if (rc)
         return rc;
     if (a->h->committed_pages == from &&
-        to <= a->h->max_pages) { /* else somebody else committed the same step */
+        to <= a->max_pages) { /* else somebody else committed the same step */
         srl_pages_add(a, from, to - from);
         srl_store_relaxed(&a->h->committed_pages, to);
         a->freed = true;
@@ -410,7 +413,7 @@ int srl_commit_table(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline
     int rc = srl_lock(a, deadline_ns);
     if (rc)
         return rc;
-    if (a->h->table_committed == from && to <= a->h->max_blocks)
+    if (a->h->table_committed == from && to <= a->max_blocks)
         srl_store_relaxed(&a->h->table_committed, to);
     srl_unlock(a);
     return 0;

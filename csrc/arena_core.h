@@ -35,12 +35,16 @@ typedef struct {
     uint64_t *pending;
     srl_page *pages;
     srl_block *blocks;
+    /* of the header as it was checked: every index and count read from ctl later is bounded by these */
+    uint32_t max_pages, max_blocks, max_processes;
     uint32_t self;   /* own process index, SRL_NONE for an inspector */
     srl_hold *holds; /* [max_blocks], zeroed, private to this process */
     srl_is_dead_fn is_dead;
     void *ctx;
     pthread_mutex_t mutex; /* in front of the shared lock: owner == self then means a dead predecessor */
     bool freed;            /* under the lock: space came back, wake the queue after letting go */
+    bool corrupt;          /* under the lock: an index in ctl led nowhere; this process reserves no more */
+    srl_page nowhere;      /* where such an index leads instead */
     unsigned nonces_left;  /* under the lock: random words not yet used */
     uint64_t nonces[32];
 } srl_arena;
@@ -86,6 +90,9 @@ uint64_t srl_ctl_fixed_size(uint32_t max_blocks); /* what must be committed befo
 uint32_t srl_max_blocks(uint64_t capacity);
 void srl_format(void *ctl, uint64_t capacity, const srl_header *given); /* the magic last */
 int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size);
+uint64_t srl_table_used(const srl_arena *a); /* at most what there can be, as is the next */
+uint64_t srl_committed_pages(const srl_arena *a);
+bool srl_counts_are_sane(const srl_arena *a);
 uint64_t srl_now_ns(int clock);
 
 /* events, arena_events.c: any thread, no lock, never waits */
@@ -108,7 +115,7 @@ void srl_space_wake(srl_arena *a);
 /* spans, under the lock, arena_alloc.c */
 uint64_t srl_span_nbytes(uint64_t total);
 int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset);
-void srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t last_writer);
+int srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t last_writer);
 void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count);
 int srl_rebuild(srl_arena *a);
 

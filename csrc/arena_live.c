@@ -88,7 +88,7 @@ static int claim_one(srl_arena *a, srl_live *live, unsigned p) {
 int srl_claim(srl_arena *a, srl_live *live) {
     a->is_dead = srl_live_is_dead;
     a->ctx = live;
-    for (unsigned p = 0; p < a->h->max_processes; p++)
+    for (unsigned p = 0; p < a->max_processes; p++)
         if (claim_one(a, live, p))
             return (int)p;
     return -EUSERS;
@@ -107,7 +107,7 @@ static int sweep_if_dead(srl_arena *a, srl_live *live, unsigned p) {
 int srl_sweep_dead(srl_arena *a, srl_live *live) {
     int n = 0;
     pthread_mutex_lock(&live->sweeping);
-    for (unsigned p = 0; p < a->h->max_processes; p++)
+    for (unsigned p = 0; p < a->max_processes; p++)
         if (p != a->self && srl_load_sc(&a->processes[p].used))
             n += sweep_if_dead(a, live, p);
     srl_expire_orphans(a);
@@ -116,7 +116,7 @@ int srl_sweep_dead(srl_arena *a, srl_live *live) {
 }
 
 int srl_others_alive(const srl_arena *a, srl_live *live) {
-    for (unsigned p = 0; p < a->h->max_processes; p++)
+    for (unsigned p = 0; p < a->max_processes; p++)
         if (p != a->self && srl_live_taken(live->fd, p, 1) != 0)
             return 1;
     return 0;

@@ -46,7 +46,9 @@ static int try_once(srl_arena *a, uint64_t flags, bool probe) {
     if (!OWNER(w))
         return srl_cas_sc(&h->lock, w, HELD(seq, a->self, flags | (w & WAITERS)));
     unsigned owner = OWNER(w) - 1;
-    if (owner != a->self && (!probe || owner >= h->max_processes || !a->is_dead(a->ctx, owner)))
+    if (owner >= a->max_processes)
+        return -EUCLEAN;
+    if (owner != a->self && (!probe || !a->is_dead(a->ctx, owner)))
         return 0;
     if (!srl_cas_sc(&h->lock, w, HELD(seq, a->self, flags | WAITERS)))
         return 0;
@@ -155,7 +157,7 @@ void srl_queue_leave(srl_arena *a) {
 bool srl_queue_first(const srl_arena *a) {
     uint64_t mine = srl_load_sc(&a->processes[a->self].ticket);
     uint64_t now = 0;
-    for (unsigned p = 0; p < a->h->max_processes; p++) {
+    for (unsigned p = 0; p < a->max_processes; p++) {
         uint64_t t = srl_load_sc(&a->processes[p].ticket);
         if (!t || p == a->self || (mine && t > mine))
             continue;

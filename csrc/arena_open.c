@@ -84,12 +84,13 @@ int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size) {
     uint64_t used = srl_load_acquire(&h->table_used); /* before what it is compared with: both only grow */
     uint64_t table = srl_load_acquire(&h->table_committed), pages = srl_load_acquire(&h->committed_pages);
     uint64_t capacity = h->capacity;
+    uint32_t processes = h->max_processes;
     if (capacity == 0 || capacity % SRL_PAGE || capacity / SRL_PAGE >= SRL_NONE ||
         h->max_blocks != srl_max_blocks(capacity) || h->ctl_size != srl_ctl_size(capacity, h->max_blocks) ||
         h->ctl_size > ctl_size || h->max_pages != pages_of(capacity) || h->events_off != events_off() ||
         h->pending_off != pending_off() || h->pages_off != pages_off(h->max_blocks) ||
-        h->blocks_off != blocks_off(capacity, h->max_blocks) || h->max_processes == 0 ||
-        h->max_processes > SRL_MAX_PROCESSES || pages > h->max_pages || table > h->max_blocks || used > table)
+        h->blocks_off != blocks_off(capacity, h->max_blocks) || processes == 0 ||
+        processes > SRL_MAX_PROCESSES || pages > h->max_pages || table > h->max_blocks || used > table)
         return -EUCLEAN;
     memset(a, 0, sizeof *a);
     a->h = h;
@@ -98,7 +99,32 @@ int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size) {
     a->pending = (void *)((char *)ctl + h->pending_off);
     a->pages = (void *)((char *)ctl + h->pages_off);
     a->blocks = (void *)((char *)ctl + h->blocks_off);
+    a->max_pages = (uint32_t)pages_of(capacity);
+    a->max_blocks = srl_max_blocks(capacity);
+    a->max_processes = processes;
     a->self = SRL_NONE;
     pthread_mutex_init(&a->mutex, NULL);
     return 0;
+}
+
+/* ---------------------------------------------------------------- counts that may change, or have been scribbled on */
+
+static uint64_t at_most(uint64_t n, uint64_t limit) {
+    return n < limit ? n : limit;
+}
+
+uint64_t srl_table_used(const srl_arena *a) {
+    uint64_t used = srl_load_relaxed(&a->h->table_used);
+    return at_most(used, at_most(srl_load_relaxed(&a->h->table_committed), a->max_blocks));
+}
+
+uint64_t srl_committed_pages(const srl_arena *a) {
+    return at_most(srl_load_relaxed(&a->h->committed_pages), a->max_pages);
+}
+
+bool srl_counts_are_sane(const srl_arena *a) {
+    uint64_t used = srl_load_acquire(&a->h->table_used); /* first: both only grow */
+    uint64_t table = srl_load_relaxed(&a->h->table_committed);
+    return used <= table && table <= a->max_blocks &&
+           srl_load_relaxed(&a->h->committed_pages) <= a->max_pages;
 }

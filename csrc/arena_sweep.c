@@ -52,7 +52,7 @@ void srl_sweep(srl_arena *a, uint32_t p) {
         srl_store_sc(&dead->ticket, 0);
         srl_add32_sc(&a->h->space_waiters, UINT32_MAX);
     }
-    for (uint64_t i = 0; i < srl_load_relaxed(&a->h->table_used); i++) {
+    for (uint64_t i = 0; i < srl_table_used(a); i++) {
         uint64_t *holders = srl_at(a, (uint32_t)i)->holders + p / 64;
         if (srl_load_sc(holders) >> p % 64 & 1)
             srl_and_sc(holders, ~(UINT64_C(1) << p % 64));
@@ -70,7 +70,7 @@ void srl_sweep(srl_arena *a, uint32_t p) {
 int64_t srl_expire_orphans(srl_arena *a) {
     uint64_t ttl = a->h->orphan_ttl_ns, now = srl_now_ns(CLOCK_BOOTTIME);
     int64_t n = 0;
-    for (uint64_t i = 0; ttl && i < srl_load_relaxed(&a->h->table_used); i++) {
+    for (uint64_t i = 0; ttl && i < srl_table_used(a); i++) {
         srl_block *b = srl_at(a, (uint32_t)i);
         uint64_t w = srl_load_sc(&b->word);
         if (SRL_STATE(w) != SRL_READY || !(SRL_FLAGS(w) & SRL_ORPHAN) ||

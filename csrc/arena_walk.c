@@ -81,9 +81,9 @@ static unsigned field_keys(const srl_arena *a, const uint8_t *data, const srl_bl
                            uint64_t span, key *out) {
     uint64_t offset = srl_load_acquire(&b->offset), n = srl_load_acquire(&b->nbytes), rest = span;
     uint32_t tail = srl_load32_sc(&b->tail_nbytes), header[4], found = 0;
-    uint64_t at = srl_tail_at(n);
-    bool there = data && SRL_STATE(w) != SRL_WRITING && span && span <= a->h->capacity &&
-                 offset <= a->h->capacity - span && n < span && at + tail <= span && tail >= sizeof header;
+    uint64_t at = srl_tail_at(n), end = srl_committed_pages(a) * SRL_PAGE;
+    bool there = data && SRL_STATE(w) != SRL_WRITING && span && span <= end && offset <= end - span &&
+                 n < span && at + tail <= span && tail >= sizeof header;
     if (there) {
         memcpy(header, data + offset + at, sizeof header);
         uint64_t columns = header[0] == SRL_TAIL_MAGIC ? header[1] : 0, fit = (tail - sizeof header) / 64;
@@ -199,14 +199,14 @@ static void count_block(srl_stats *out, uint64_t w, uint64_t span) {
  * its room. */
 int srl_count(const srl_arena *a, srl_stats *out, srl_walk *walk) {
     const srl_header *h = a->h;
-    *out = (srl_stats){.capacity_bytes = h->capacity};
-    out->committed_bytes = srl_load_relaxed(&h->committed_pages) * SRL_PAGE;
+    *out = (srl_stats){.capacity_bytes = (uint64_t)a->max_pages * SRL_PAGE};
+    out->committed_bytes = srl_committed_pages(a) * SRL_PAGE;
     out->peak_bytes = srl_load_relaxed(&h->peak_bytes);
     out->waits = srl_load_relaxed(&h->waits);
     walk->now_ns = srl_now_ns(CLOCK_BOOTTIME);
-    uint64_t generations = 0, freeing = 0, n = srl_load_relaxed(&h->table_used);
+    uint64_t generations = 0, freeing = 0, n = srl_table_used(a);
     seen s;
-    for (uint64_t i = 0; i < n && i < h->max_blocks; i++) {
+    for (uint64_t i = 0; i < n; i++) {
         look(a, walk, a->blocks + i, &s);
         generations += SRL_GEN(s.word);
         if (SRL_STATE(s.word) == SRL_FREE)
@@ -229,7 +229,7 @@ void srl_get_stats(const srl_arena *a, srl_stats *out) {
 /* One block as it was at one moment, all of its descriptor; false: it is free, or never stood still. */
 bool srl_look_at(const srl_arena *a, uint64_t slot, srl_block *out) {
     const srl_block *b = a->blocks + slot;
-    if (slot >= srl_load_relaxed(&a->h->table_used) || slot >= a->h->max_blocks)
+    if (slot >= srl_table_used(a))
         return false;
     for (unsigned left = RETRIES; left; left--) {
         uint64_t w = srl_load_acquire(&b->word);
@@ -261,34 +261,28 @@ typedef struct {
 
 #define BLOCK_FAULT(what, ...) FAULT(r, "block %u generation %u: " what "\n", i, SRL_GEN(w), ##__VA_ARGS__)
 
-/* Within the mapping, whatever the word says. */
-static uint64_t committed_pages(const srl_arena *a) {
-    uint64_t n = srl_load_relaxed(&a->h->committed_pages);
-    return n < a->h->max_pages ? n : a->h->max_pages;
-}
-
 static bool bit_of(const uint64_t *bits, unsigned i) {
     return bits[i / 64] >> i % 64 & 1;
 }
 
 static void attached_processes(const srl_arena *a, uint64_t *out) {
     memset(out, 0, SRL_MAX_PROCESSES / 8);
-    for (unsigned p = 0; p < a->h->max_processes; p++)
+    for (unsigned p = 0; p < a->max_processes; p++)
         out[p / 64] |= (uint64_t)(srl_load_relaxed(&a->processes[p].used) != 0) << p % 64;
 }
 
 static void check_block(const srl_arena *a, uint32_t i, uint64_t w, const uint64_t *attached, report *r) {
     const srl_block *b = a->blocks + i;
-    uint64_t end = committed_pages(a) * SRL_PAGE;
+    uint64_t end = srl_committed_pages(a) * SRL_PAGE;
     unsigned state = SRL_STATE(w), owner = SRL_OWNER(w);
     if (state > SRL_FREEING)
         BLOCK_FAULT("state %u does not exist", state);
     if (b->span > end || b->offset > end - b->span)
         BLOCK_FAULT("span %lu + %lu passes the committed %lu bytes", b->offset, b->span, end);
-    if (b->nbytes + b->tail_nbytes > b->span)
+    if (b->nbytes > b->span || b->tail_nbytes > b->span - b->nbytes)
         BLOCK_FAULT("%lu bytes and a tail of %u in a span of %lu", b->nbytes, b->tail_nbytes, b->span);
-    if (owner >= a->h->max_processes)
-        BLOCK_FAULT("owner %u of %u processes", owner, a->h->max_processes);
+    if (owner >= a->max_processes)
+        BLOCK_FAULT("owner %u of %u processes", owner, a->max_processes);
     else if (state == SRL_WRITING && !bit_of(attached, owner))
         BLOCK_FAULT("being written by process %u, which is not attached", owner);
     else if (state == SRL_READY && !(SRL_FLAGS(w) & SRL_ORPHAN) && !bit_of(attached, owner))
@@ -306,7 +300,7 @@ static void check_block(const srl_arena *a, uint32_t i, uint64_t w, const uint64
 }
 
 static uint64_t free_page_bytes(const srl_arena *a, report *r) {
-    uint64_t total = 0, committed = committed_pages(a), guard = committed + 1;
+    uint64_t total = 0, committed = srl_committed_pages(a), guard = committed + 1;
     for (unsigned bin = 0; bin < SRL_BINS; bin++)
         for (uint32_t p = a->h->bins[bin]; p != SRL_NONE; p = a->pages[p].next) {
             if (p >= committed || a->pages[p].kind != SRL_PAGE_FREE || !guard--) {
@@ -320,7 +314,7 @@ static uint64_t free_page_bytes(const srl_arena *a, report *r) {
 
 /* Bytes of free cells in the pages cut into cells, from the page records. */
 static uint64_t free_cell_bytes(const srl_arena *a, report *r) {
-    uint64_t total = 0, committed = committed_pages(a);
+    uint64_t total = 0, committed = srl_committed_pages(a);
     for (uint64_t p = 0; p < committed;) {
         const srl_page *g = a->pages + p;
         unsigned cls = g->cell_class;
@@ -355,14 +349,17 @@ static void check_slot(const srl_arena *a, uint32_t i, const uint64_t *attached,
  * had its lock meanwhile: the caller has it, or looks at the lock's word before and after. */
 int srl_fsck(const srl_arena *a, char *out, unsigned out_len) {
     report r = {out, out_len, 0};
-    uint64_t used = 0, attached[SRL_MAX_PROCESSES / 64], n = srl_load_relaxed(&a->h->table_used);
+    uint64_t used = 0, attached[SRL_MAX_PROCESSES / 64], n = srl_table_used(a);
     if (out_len)
         *out = 0;
+    if (!srl_counts_are_sane(a))
+        FAULT(&r, "%lu descriptors used of %lu committed of %u, %lu pages committed of %u\n",
+              a->h->table_used, a->h->table_committed, a->max_blocks, a->h->committed_pages, a->max_pages);
     attached_processes(a, attached);
-    for (uint64_t i = 0; i < n && i < a->h->max_blocks; i++)
+    for (uint64_t i = 0; i < n; i++)
         check_slot(a, (uint32_t)i, attached, &used, &r);
     uint64_t free_pages = free_page_bytes(a, &r), free_cells = free_cell_bytes(a, &r);
-    uint64_t counted = srl_load_relaxed(&a->h->used_bytes), committed = committed_pages(a) * SRL_PAGE;
+    uint64_t counted = srl_load_relaxed(&a->h->used_bytes), committed = srl_committed_pages(a) * SRL_PAGE;
     if (used != counted)
         FAULT(&r, "blocks own %lu bytes, the allocator counts %lu\n", used, counted);
     if (used + free_pages + free_cells != committed)

@@ -1,18 +1,23 @@
+# cython: binding=False, embedsignature=True, embedsignature.format=clinic
 """The binding: views, blocks and the hot half of `Arena`, over the C core. Runs in every attached process.
 
 Two rules of lifecycle. A `View` or an open `Block` keeps its `Core` mapped: `close()` forbids new work at once and
 unmaps with the last of them. And everything that touches the private hold counts runs under the interpreter's lock;
 only copies, checksums, waits and sweeps release it. Cold paths (files, growth, messages) are in arena.py, which
 subclasses `Core`.
+
+Methods are plain method descriptors (binding=False): under the limited API a call of Cython's own function type builds
+two tuples, and `get` is called per block and step.
 """
 
 cimport cython
 from shmrl.arena.core cimport *
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AsString, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_Size
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.errno cimport EAGAIN, EBUSY, ENOSPC, EPERM, ESTALE, ETIMEDOUT
-from libc.string cimport memcpy, memset
+from libc.string cimport memchr, memcpy, memset
 from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED
 from posix.mman cimport PROT_READ, PROT_WRITE, mmap, munmap
 from posix.time cimport CLOCK_MONOTONIC
@@ -40,6 +45,9 @@ cdef extern from "fcntl.h" nogil:
 cdef uint64_t RELEASE_GIL_FROM = 65536  # bytes: shorter copies are over before another thread could start
 cdef uint64_t LOCK_NS = 5_000_000_000  # how long cold operations wait for the allocator's lock
 cdef uint64_t NO_DEADLINE = (<uint64_t> 1) << 62
+cdef uint64_t LOOK_AHEAD = 64 << 20  # bytes: with less free, the next step is committed in the background
+cdef uint8_t VERSION = HANDLE_VERSION
+cdef object make_bytes = bytes.__new__  # Handle() itself is a call into Python
 
 
 cdef struct Parts:
@@ -77,6 +85,11 @@ cdef inline uint64_t deadline_of(object timeout_s):
     return srl_now_ns(CLOCK_MONOTONIC) + <uint64_t> (max(0.0, min(float(timeout_s), 1e9)) * 1e9)
 
 
+cdef str text_of(const char *words, Py_ssize_t room):
+    """A text field of ctl, which may have lost its end."""
+    return PyBytes_FromStringAndSize(words, room).split(b"\0", 1)[0].decode(errors="replace")
+
+
 cdef uint64_t column_tail(uint64_t nbytes):
     """Room for any 24 columns: their table, a checksum per 512 bytes (512 rows of one byte), one more per column."""
     return 8 + 16 + 24 * (64 + 4) + 4 * ((nbytes + 511) // 512)
@@ -93,7 +106,7 @@ cdef class View:
     cdef readonly object handle
     cdef uint32_t slot        # descriptor whose hold this view has
     cdef const uint8_t *at    # first byte
-    cdef Py_ssize_t n         # bytes
+    cdef Py_ssize_t n, row    # bytes, and bytes in a row: 1 for a whole block
     cdef int exports          # live buffers
     cdef bint held, leaving   # holds the block; release with the last export
 
@@ -108,7 +121,7 @@ cdef class View:
         if self.leaving and not self.exports:
             self._drop()
 
-    cdef void _drop(self):
+    cdef void _drop(self) noexcept:
         if self.held:
             self.held = False
             self.core._let_go(self.slot)
@@ -117,6 +130,16 @@ cdef class View:
     def nbytes(self):
         """Bytes in the view."""
         return self.n
+
+    @property
+    def row_nbytes(self):
+        """Bytes in a row of the field, 1 for a whole block."""
+        return self.row
+
+    @property
+    def rows(self):
+        """Rows in the view: `np.frombuffer(view, dtype).reshape(view.rows, -1)`."""
+        return self.n // self.row
 
     def __len__(self):
         return self.n
@@ -136,18 +159,21 @@ cdef class View:
         else:
             self._drop()
 
-    def _cut(self, uint64_t start, Py_ssize_t n):
-        """Narrows a fresh view to n bytes from start; both were checked against the columns table."""
-        if self.n - <Py_ssize_t> start < n or n < 0:
-            raise ArenaCorrupt(f"{self.handle!r}: {n} bytes at {start} of {self.n}")
+    def _cut(self, Py_ssize_t start, Py_ssize_t rows, Py_ssize_t row_nbytes):
+        """Narrows a fresh view to rows from byte `start` on, as the columns table has them."""
+        if start < 0 or rows < 0 or row_nbytes < 1 or start > self.n or rows > (self.n - start) // row_nbytes:
+            raise ArenaCorrupt(f"{self.handle!r}: {rows} rows of {row_nbytes} bytes at {start} of {self.n}")
         self.at += start
-        self.n = n
+        self.n, self.row = rows * row_nbytes, row_nbytes
 
     def _tail(self):
         """What lies behind the payload -> (tail bytes, its crc32c in the descriptor, sealed with checksums)."""
         cdef srl_block *b = self.core.a.blocks + self.slot
-        cdef const uint8_t *at = self.core.data + b.offset + srl_tail_at(b.nbytes)
-        tail = PyBytes_FromStringAndSize(<const char *> at, b.tail_nbytes)
+        cdef uint64_t left = self.core.data_nbytes - <uint64_t> (self.at - self.core.data)
+        cdef uint64_t start = srl_tail_at(self.n), n = b.tail_nbytes
+        if n and (start > left or n > left - start):
+            raise ArenaCorrupt(f"{self.handle!r}: a tail of {n} bytes behind {self.n}, with {left} to the arena's end")
+        tail = PyBytes_FromStringAndSize(<const char *> self.at + start, n) if n else b""
         return tail, b.crc, not (b.word >> 16) & SRL_UNCHECKED
 
     def __reduce__(self):
@@ -241,7 +267,7 @@ cdef class Block:
         else:
             self._free()
 
-    cdef void _free(self):
+    cdef void _free(self) noexcept:
         self.abandoned = False
         if not self.core.live.detached:
             srl_abort(&self.core.a, self.slot, self.generation)
@@ -293,7 +319,8 @@ cdef class Core:
     def __cinit__(self):
         self.live.fd = self.ctl_fd = self.data_fd = -1
 
-    def _attach(self, int live_fd, int ctl_fd, int data_fd, uint64_t ctl_nbytes, bytes name, reader):
+    def _attach(self, int live_fd, int ctl_fd, int data_fd, uint64_t ctl_nbytes, uint64_t data_file_nbytes,
+                bytes name, reader):
         """Maps ctl and data, claims a process slot. Owns the descriptors from here on, also when it raises."""
         self.ctl_fd, self.data_fd, self.ctl_nbytes = ctl_fd, data_fd, ctl_nbytes
         srl_live_init(&self.live, live_fd)
@@ -302,10 +329,12 @@ cdef class Core:
             self.ctl = NULL
             raise ArenaError(f"cannot map {ctl_nbytes} bytes of control words (RLIMIT_AS?)")
         open_ctl(&self.a, self.ctl, ctl_nbytes)
-        self.holds_nbytes = self.a.h.max_blocks * sizeof(srl_hold)
+        self.holds_nbytes = self.a.max_blocks * sizeof(srl_hold)
         self.a.holds = <srl_hold *> mmap(
             NULL, self.holds_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
-        self.data_nbytes = self.a.h.capacity
+        self.data_nbytes = <uint64_t> self.a.max_pages * SRL_PAGE
+        if data_file_nbytes < self.data_nbytes:
+            raise ArenaCorrupt(f"a data file of {data_file_nbytes} bytes, for a capacity of {self.data_nbytes}")
         self.data = <uint8_t *> mmap(NULL, self.data_nbytes, PROT_READ, MAP_SHARED, data_fd, 0)
         if self.data == <uint8_t *> MAP_FAILED or self.a.holds == <srl_hold *> MAP_FAILED:
             self.data = NULL
@@ -350,18 +379,18 @@ cdef class Core:
                               else "the arena was closed")
         return 0
 
-    cdef void _leave(self):
+    cdef void _leave(self) noexcept:
         self.users -= 1
         if self.shut and not self.users:
             self._tear_down()
 
-    cdef void _let_go(self, uint32_t slot):
+    cdef void _let_go(self, uint32_t slot) noexcept:
         """A hold ends. In a forked child the hold is the parent's, and is left alone."""
         if not self.live.detached:
             srl_release(&self.a, slot)
         self._leave()
 
-    cdef void _tear_down(self):
+    cdef void _tear_down(self) noexcept:
         if self.attached:
             self.attached = False
             if not self.live.detached:
@@ -412,25 +441,25 @@ cdef class Core:
 
     cdef object _handle(self, uint32_t slot, uint32_t generation, uint64_t nonce, uint64_t nbytes):
         cdef uint8_t raw[32]
-        raw[0], raw[1] = HANDLE_VERSION, 0
+        raw[0], raw[1] = VERSION, 0
         memcpy(raw + 2, &self.node, 4)
         memcpy(raw + 6, &self.number, 4)
         memcpy(raw + 10, &slot, 4)
         memcpy(raw + 14, &generation, 4)
         memcpy(raw + 18, &nbytes, 6)
         memcpy(raw + 24, &nonce, 8)
-        return Handle(PyBytes_FromStringAndSize(<char *> raw, 32))
+        return make_bytes(Handle, PyBytes_FromStringAndSize(<char *> raw, 32))
 
     cdef int _parts(self, object handle, Parts *out) except -1:
         """Slot, generation and nonce of a handle of this arena. TypeError, ForeignArena."""
         self._alive()
-        if not isinstance(handle, bytes) or len(handle) != 32:
+        if not PyBytes_Check(handle) or PyBytes_Size(handle) != 32:
             raise TypeError(f"expected a Handle, got {type(handle).__name__}")
         cdef const uint8_t *raw = <const uint8_t *> PyBytes_AsString(handle)
         cdef uint32_t node, number
         memcpy(&node, raw + 2, 4)
         memcpy(&number, raw + 6, 4)
-        if raw[0] != HANDLE_VERSION or node != self.node or number != self.number:
+        if raw[0] != VERSION or node != self.node or number != self.number:
             raise ForeignArena(f"handle of version {raw[0]}, node {node:08x}, arena {number:08x}; "
                                f"this is node {self.node:08x}, arena {self.number:08x}")
         memcpy(&out.slot, raw + 10, 4)
@@ -455,13 +484,14 @@ cdef class Core:
         self._alive()
         if on_full not in ("block", "raise"):
             raise ValueError(f"on_full={on_full!r}: 'block' or 'raise' (this arena has no spill_dir)")
-        cdef bytes raw = tag.encode()
-        if len(raw) > SRL_TAG_MAX or b"\0" in raw:
-            raise ValueError(f"tag of {len(raw)} bytes: at most {SRL_TAG_MAX}, no NUL")
+        cdef Py_ssize_t tag_len
+        cdef const char *raw = PyUnicode_AsUTF8AndSize(tag, &tag_len)
+        if tag_len > SRL_TAG_MAX or memchr(raw, 0, tag_len) != NULL:
+            raise ValueError(f"tag of {tag_len} bytes: at most {SRL_TAG_MAX}, no NUL")
         if not self.writable:
             self._open_for_writing()
         cdef srl_request r
-        r.nbytes, r.room, r.tag, r.tag_len = nbytes, room, PyBytes_AsString(raw), len(raw)
+        r.nbytes, r.room, r.tag, r.tag_len = nbytes, room, raw, <uint32_t> tag_len
         cdef int rc = srl_reserve(&self.a, &r, 0)
         if rc:
             self._reserve_slowly(&r, timeout_s, on_full == "block")
@@ -469,8 +499,9 @@ cdef class Core:
         block.core, block.slot, block.generation, block.nonce = self, r.slot, r.generation, r.nonce
         block.offset, block.n, block.room, block.open, block.tag = r.offset, r.nbytes, r.room, True, tag
         self.users += 1
-        if self.a.h.committed_pages < self.a.h.max_pages:
-            self._look_ahead(self.a.h.committed_pages * SRL_PAGE - self.a.h.used_bytes)
+        if (self.a.h.committed_pages < self.a.max_pages
+                and self.a.h.committed_pages * SRL_PAGE < self.a.h.used_bytes + LOOK_AHEAD):
+            self._look_ahead()
         return block
 
     cdef int _reserve_slowly(self, srl_request *r, object timeout_s, bint block) except -1:
@@ -519,10 +550,10 @@ cdef class Core:
 
     cdef int _raise_stalled(self, double held_s) except -1:
         owner = srl_lock_owner(&self.a)
-        if owner >= self.a.h.max_processes or owner == self.a.self:
+        if owner >= self.a.max_processes or owner == self.a.self:
             raise PeerStalled("a thread of this process", getpid(), held_s)
         cdef srl_process *p = self.a.processes + <uint32_t> owner
-        raise PeerStalled((<bytes> p.name).decode(errors="replace"), p.pid, held_s)
+        raise PeerStalled(text_of(p.name, sizeof(p.name)), p.pid, held_s)
 
     def put(self, data, tag="", on_full="block", timeout_s=30.0, hot=False, checksum=True):
         """Copies any C-contiguous buffer or array in -> Handle. reserve()'s arguments; shape and dtype are not kept.
@@ -559,6 +590,19 @@ cdef class Core:
         NotSealed, ForeignArena, ChecksumError, KeyError (no such field), ValueError (rows without field, or out of
         range).
         """
+        cdef View view = self._view(handle)
+        if verify or field is not None or rows is not None:
+            self._narrow(view, verify, field, rows)
+        return view
+
+    def get_many(self, handles):
+        """A list of views, in order; none if one of them cannot be had (same errors as get)."""
+        cdef list views = []
+        for handle in handles:
+            views.append(self._view(handle))
+        return views
+
+    cdef View _view(self, object handle):
         cdef Parts p
         self._parts(handle, &p)
         cdef int rc = srl_acquire(&self.a, p.slot, p.generation, p.nonce)
@@ -568,16 +612,11 @@ cdef class Core:
         self.users += 1
         view.core, view.handle, view.slot, view.held = self, handle, p.slot, True
         cdef srl_block *b = self.a.blocks + p.slot
-        if b.span > self.data_nbytes or b.offset > self.data_nbytes - b.span or b.nbytes + b.tail_nbytes > b.span:
-            raise ArenaCorrupt(f"{handle!r}: {b.nbytes} bytes in {b.span} at {b.offset} of {self.data_nbytes}")
-        view.at, view.n = self.data + b.offset, <Py_ssize_t> b.nbytes
-        if verify or field is not None or rows is not None:
-            self._narrow(view, verify, field, rows)
+        cdef uint64_t at = b.offset, n = b.nbytes, span = b.span  # read once: what is checked is what is used
+        if span > self.data_nbytes or at > self.data_nbytes - span or n > span:
+            raise ArenaCorrupt(f"{handle!r}: {n} bytes in {span} at {at} of {self.data_nbytes}")
+        view.at, view.n, view.row = self.data + at, <Py_ssize_t> n, 1
         return view
-
-    def get_many(self, handles):
-        """A list of views, in order; none if one of them cannot be had (same errors as get)."""
-        return [self.get(handle) for handle in handles]
 
     # ------------------------------------------------------------------------------------------------------ ownership
 
@@ -664,7 +703,7 @@ cdef class Core:
     def _commit_data(self, uint64_t first, uint64_t end):
         """Commits data pages [first, end) and their records -> 0 or errno."""
         cdef int rc
-        cdef uint64_t records = self.a.h.pages_off + first * 64
+        cdef uint64_t records = <uint64_t> (<uint8_t *> self.a.pages - self.ctl) + first * 64
         self.users += 1
         with nogil:
             rc = posix_fallocate(self.ctl_fd, <int64_t> records, <int64_t> ((end - first) * 64))
@@ -678,7 +717,7 @@ cdef class Core:
     def _commit_table(self, uint64_t first, uint64_t end):
         """Commits descriptors [first, end) -> 0 or errno."""
         cdef int rc
-        cdef int64_t at = <int64_t> (self.a.h.blocks_off + first * 256)
+        cdef int64_t at = <int64_t> (<uint8_t *> self.a.blocks - self.ctl) + <int64_t> (first * 256)
         self.users += 1
         with nogil:
             rc = posix_fallocate(self.ctl_fd, at, <int64_t> ((end - first) * 256))
@@ -691,8 +730,11 @@ cdef class Core:
         """Header words that change and that do not -> dict."""
         self._alive()
         cdef srl_header *h = self.a.h
-        return dict(capacity=h.capacity, boot=h.boot, committed_pages=h.committed_pages, max_pages=h.max_pages,
-                    max_blocks=h.max_blocks, table_committed=h.table_committed, table_step=h.table_step)
+        if not srl_counts_are_sane(&self.a):
+            check(-EUCLEAN, "header:")
+        return dict(capacity=self.data_nbytes, boot=h.boot, committed_pages=h.committed_pages,
+                    max_pages=self.a.max_pages, max_blocks=self.a.max_blocks, table_committed=h.table_committed,
+                    table_step=h.table_step)
 
     def _stats(self, exact):
         """The pinned counters. exact: under the allocator's lock."""

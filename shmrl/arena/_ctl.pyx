@@ -96,16 +96,16 @@ cdef class Ctl:
     def head(self):
         """What does not change: run_id, node, boot, created_ns, max_processes."""
         cdef srl_header *h = self.a.h
-        return dict(run_id=(<bytes> h.run_id).decode(errors="replace"), node=h.node, boot=h.boot,
-                    created_ns=h.created_ns, max_processes=h.max_processes)
+        return dict(run_id=h.run_id[:64].split(b"\0", 1)[0].decode(errors="replace"), node=h.node, boot=h.boot,
+                    created_ns=h.created_ns, max_processes=self.a.max_processes)
 
     def processes(self):
         """A copy of the process table's bytes."""
-        return PyBytes_FromStringAndSize(<char *> self.a.processes, self.a.h.max_processes * sizeof(srl_process))
+        return PyBytes_FromStringAndSize(<char *> self.a.processes, self.a.max_processes * sizeof(srl_process))
 
     def slots(self):
         """How many descriptors were ever used: rows are below."""
-        return min(self.a.h.table_used, <uint64_t> self.a.h.max_blocks)
+        return srl_table_used(&self.a)
 
     def count(self, *by):
         """(counters, {by: {key: (blocks, bytes)}}) of one walk, so that the bytes of each table sum to used_bytes.
@@ -127,7 +127,7 @@ cdef class Ctl:
         cdef unsigned i
         memset(&walk, 0, sizeof(walk))
         walk.tallies = len(by)
-        if self.has_data and self.data.len >= <Py_ssize_t> self.a.h.capacity:
+        if self.has_data and self.data.len >= <Py_ssize_t> self.a.max_pages * SRL_PAGE:
             walk.data = <const uint8_t *> self.data.buf
         try:
             for i in range(walk.tallies):
@@ -207,7 +207,7 @@ cdef class Ctl:
     def lock_owner(self):
         """Process that has the allocator's lock, or None."""
         owner = srl_lock_owner(&self.a)
-        return owner if owner < self.a.h.max_processes else None
+        return owner if owner < self.a.max_processes else None
 
     def rebuild(self):
         """On a private mapping: makes the allocator's maps from the descriptors -> whether they allow it."""

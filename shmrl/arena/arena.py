@@ -49,7 +49,7 @@ class Arena(Core):
         self._refused: tuple[float, memory.Limit] | None = None
         self._room = (0.0, 0)  # until when, what growth may still take
         self._ahead: threading.Thread | None = None
-        self._attach(*fds, os.fstat(fds[1]).st_size, _process_name(), reader)
+        self._attach(*fds, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size, _process_name(), reader)
 
     # ------------------------------------------------------------------------------------------- create, attach, unlink
 
@@ -178,9 +178,9 @@ class Arena(Core):
         self._refused = None if limit is None else (time.monotonic() + REFUSAL_HOLDS_S, limit)
         return limit is None
 
-    def _look_ahead(self, free: int) -> None:
-        """Called after each reserve while the arena is not all committed: the next step comes in the background."""
-        if free >= STEP or (self._ahead is not None and self._ahead.is_alive()):
+    def _look_ahead(self) -> None:
+        """After a reserve that left less than a step of committed space: the next one comes in the background."""
+        if self._ahead is not None and self._ahead.is_alive():
             return
         if self._refused is None or time.monotonic() >= self._refused[0]:
             self._ahead = threading.Thread(target=self._grow_quietly, name="shmrl-arena-commit", daemon=True)

@@ -164,7 +164,7 @@ def narrow(view: View, verify: bool, field: str | None, rows: tuple[int, int] | 
     if verify:
         with memoryview(view) as payload:
             _verify_rows(view, payload, tail, column, start, stop)
-    view._cut(column.offset + start * column.row_nbytes, (stop - start) * column.row_nbytes)
+    view._cut(column.offset + start * column.row_nbytes, stop - start, column.row_nbytes)
     return None
 
 

@@ -59,7 +59,7 @@ cdef extern from "arena_live.h" nogil:
         srl_process *processes
         srl_page *pages
         srl_block *blocks
-        uint32_t self
+        uint32_t max_pages, max_blocks, max_processes, self
         srl_hold *holds
 
     ctypedef struct srl_request:
@@ -95,6 +95,9 @@ cdef extern from "arena_live.h" nogil:
     uint32_t srl_max_blocks(uint64_t capacity)
     void srl_format(void *ctl, uint64_t capacity, const srl_header *given)
     int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size)
+    uint64_t srl_table_used(const srl_arena *a)
+    uint64_t srl_committed_pages(const srl_arena *a)
+    bint srl_counts_are_sane(const srl_arena *a)
     uint64_t srl_now_ns(int clock)
     void srl_event_note(srl_arena *a, unsigned kind, uint32_t slot, uint32_t gen, uint64_t detail)
     unsigned srl_events_since(const srl_arena *a, uint64_t first, srl_event *out)

@@ -17,7 +17,8 @@ COPY = re.compile(r"\b(memcpy|memset|memmove|strcpy)\(([^,]+),")
 ASSIGN = re.compile(r"([^=]*?)\s*(?:[-+|&^*/]|<<|>>)?(?<![=!<>])=(?!=)")
 STEP = re.compile(r"(?:\+\+|--)([\w>.\[\]-]+)|([\w>.()\[\]-]*[\w\]])(?:\+\+|--)")
 PRIVATE = re.compile(
-    r"a->(freed|nonces|nonces_left\]?|self|is_dead|ctx|h|processes|events|pending|pages|blocks)"  # of srl_arena itself
+    r"a->(freed|corrupt|nonces|nonces_left\]?|self|is_dead|ctx)"  # of srl_arena itself
+    r"|a->(h|processes|events|pending|pages|blocks|max_\w+)"
     r"|hold->\w+|a->holds\[slot\]\.count"  # private counts
     r"|r->(slot|generation|nonce|offset)|\*?out(->\w+)?|\*(offset|nonce|slot|w|pages|free_cells|at)"  # out parameters
     r"|live->\w+|\(?r\)->\w+|made\..*"  # locks of this process, the report, locals

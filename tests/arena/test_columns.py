@@ -46,13 +46,14 @@ def test_fields_and_rows(arena):
         ("text", 50, 1),
     ]
     with arena.get(handle, field="routing", rows=(4000, 4010), verify=True) as view:
-        assert (np.frombuffer(view, np.uint16).reshape(-1, 6) == ROWS[4000:4010]).all()
+        assert (view.rows, view.row_nbytes, view.nbytes) == (10, 12, 120)
+        assert (np.frombuffer(view, np.uint16).reshape(view.rows, -1) == ROWS[4000:4010]).all()
     with arena.get(handle, field="text") as view:
         assert bytes(view) == b"\2" * 50
     with arena.get(handle, field="text", rows=(50, 50), verify=True) as view:
-        assert len(view) == 0
+        assert (len(view), view.rows, view.row_nbytes) == (0, 0, 1)
     with arena.get(handle, verify=True) as view:
-        assert view.nbytes == handle.nbytes == 100 + 120_000 + 50
+        assert view.nbytes == view.rows == handle.nbytes == 100 + 120_000 + 50
     with pytest.raises(KeyError, match=r"no column 'head'; it has \['routing', 'text'\]"):
         arena.get(handle, field="head")
     with pytest.raises(ValueError, match=r"rows=\(0, 10001\) of 10000 rows"):
