@@ -30,7 +30,7 @@
 #include <stdint.h>
 
 #define SRL_MAGIC         UINT64_C(0x31616e6572616c72) /* "rlarena1" */
-#define SRL_VERSION       2 /* any change below bumps it; attach refuses every other one */
+#define SRL_VERSION       3 /* any change below bumps it; attach refuses every other one */
 #define SRL_MAX_PROCESSES 256
 #define SRL_PAGE          65536u
 #define SRL_TAG_MAX       112
@@ -131,7 +131,7 @@ typedef struct {
     uint8_t id[16];
     uint32_t node, boot; /* hashes: of boot id, hostname and device; of the boot id alone */
     uint64_t capacity, ctl_size;
-    uint32_t max_pages, max_blocks, table_step, reserved;
+    uint32_t max_pages, max_blocks, table_step, huge; /* huge: who commits makes huge pages of it */
     uint64_t events_off, pending_off, pages_off, blocks_off;
     uint64_t orphan_ttl_ns, created_ns;
     char run_id[64];

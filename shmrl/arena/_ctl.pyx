@@ -44,7 +44,7 @@ def ctl_nbytes(capacity):
 
 
 def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t boot, uint32_t max_processes,
-               uint32_t table_step, uint64_t orphan_ttl_ns, bytes run_id):
+               uint32_t table_step, bint huge, uint64_t orphan_ttl_ns, bytes run_id):
     """Writes the header of a new ctl file (any writable buffer of 4,096 bytes or more), its magic last."""
     cdef Py_buffer raw
     cdef srl_header given
@@ -52,7 +52,7 @@ def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t b
     memcpy(given.id, PyBytes_AsString(ident), 16)
     memcpy(given.run_id, PyBytes_AsString(run_id), min(len(run_id), 63))
     given.node, given.boot, given.max_processes, given.table_step = node, boot, max_processes, table_step
-    given.orphan_ttl_ns = orphan_ttl_ns
+    given.huge, given.orphan_ttl_ns = huge, orphan_ttl_ns
     PyObject_GetBuffer(buffer, &raw, PyBUF_WRITABLE)
     srl_format(raw.buf, capacity, &given)
     PyBuffer_Release(&raw)

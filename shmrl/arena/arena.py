@@ -18,12 +18,13 @@ from typing import Any
 
 from shmrl.arena import columns as tails
 from shmrl.arena import files as names
-from shmrl.arena import memory, table
+from shmrl.arena import memory, placement, table
 from shmrl.arena._arena import Block, Core, View
 from shmrl.arena._ctl import Ctl, ctl_nbytes, format_ctl
 from shmrl.arena.files import Files
+from shmrl.arena.placement import Pages
 from shmrl.arena.waiting import Waiting
-from shmrl.errors import ArenaFull, ForeignArena, StaleHandle
+from shmrl.errors import ArenaError, ArenaFull, ForeignArena, StaleHandle
 from shmrl.types import Handle
 from shmrl.units import parse_bytes
 
@@ -64,22 +65,29 @@ class Arena(Core):
         orphan_ttl_s: float | None = None,
         spill_dir: str | None = None,
         preallocate: bool = False,
+        huge_pages: str = "auto",
+        numa: str = "none",
     ) -> Arena:
         """A new arena of `capacity` bytes (rounded up to 64 KiB), attached; removes dead arenas of this uid first.
 
         backing: "shm", "memfd", or "file" in the directory `base`. orphan_ttl_s: blocks whose owner died are freed this
-        long after it was noticed (None: never). ArenaFull when mount, memory or a cgroup has less now; ValueError.
+        long after it was noticed (None: never). huge_pages: "auto" (where mount or shmem_enabled give them), "always"
+        (or ArenaError), "never". numa: "none", "interleave", "bind:<nodes>" (ArenaError where mbind is forbidden).
+        ArenaFull when mount, memory, a cgroup or an rlimit has less now; ValueError.
         """
         nbytes = -(-parse_bytes(capacity) // PAGE) * PAGE
         if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
             raise ValueError(f"capacity={nbytes} ({PAGE} to 2^47 bytes), max_processes={max_processes} (1 to 256)")
         if spill_dir is not None:
             raise ValueError("spill_dir: this version keeps every block in memory")
-        for dead in names.listed():
+        for dead in names.listed(base):
             names.remove_if_dead(dead)
+        mount = names.new(backing, base).mount
+        _require(mount, nbytes)
+        pages = Pages.chosen(huge_pages, numa, mount)
         where, live = names.claimed(backing, base)
         ttl_ns = 0 if orphan_ttl_s is None else max(1, int(orphan_ttl_s * 1e9))
-        arena = _made(cls, where, live, nbytes, run_id or where.key[-32:-24], max_processes, ttl_ns)
+        arena = _made(cls, where, live, nbytes, run_id or where.key[-32:-24], max_processes, ttl_ns, pages)
         if preallocate:
             arena._preallocate()
         return arena
@@ -161,13 +169,17 @@ class Arena(Core):
         errno = self._commit_data(first, end)
         if errno:
             log.warning("arena %s stays at %s: %s", self.address, memory.human(first * PAGE), os.strerror(errno))
-        return errno == 0
+            return False
+        if head["huge"] and not placement.make_huge(self._data_at()[0] + first * PAGE, (end - first) * PAGE):
+            log.info(
+                "arena %s: not all of its last %s are huge pages", self.address, memory.human((end - first) * PAGE)
+            )
+        return True
 
     def _allowed(self, nbytes: int) -> bool:
         if self._refused is not None and time.monotonic() < self._refused[0]:
             return False
-        mount = self._files.backing != "memfd"
-        limit = memory.refusing(self._files.directory, nbytes, mount=mount, headroom=True)
+        limit = memory.refusing(self._files.mount, nbytes, headroom=True)
         if limit is not None and self._refused is None:
             log.warning(
                 "arena %s does not grow: %s, of which %s is left alone",
@@ -219,6 +231,15 @@ class Arena(Core):
 
     # ------------------------------------------------------------------------------------------------------- inspection
 
+    def placement(self) -> dict[str, Any]:
+        """Where the data's pages are, as far as this process has touched them: huge_bytes, node_bytes {node: bytes}."""
+        address, nbytes = self._data_at()
+        name = self._files.name("data").lstrip("/")
+        return {
+            "huge_bytes": placement.huge_bytes(address, nbytes),
+            "node_bytes": placement.bytes_by_node(name),
+        }
+
     def pressure(self) -> dict[str, int]:
         """How full it is, for whoever decides what starts next; microseconds, no lock. Bytes:
 
@@ -233,8 +254,7 @@ class Arena(Core):
         head, now = self._header(), time.monotonic()
         capacity, committed = head["capacity"], head["committed_pages"] * PAGE
         if committed < capacity and now >= self._room[0]:
-            mount = self._files.backing != "memfd"
-            self._room = now + REFUSAL_HOLDS_S, memory.growable(self._files.directory, mount=mount)
+            self._room = now + REFUSAL_HOLDS_S, memory.growable(self._files.mount)
         return min(capacity, committed + self._room[1])
 
     def stats(self, by: str | None = None, exact: bool = False) -> dict[str, Any]:
@@ -281,29 +301,25 @@ def unlink(address: str) -> None:
 # --------------------------------------------------------------------------------------------------- create, attach
 
 
-def _require(where: Files, nbytes: int) -> None:
-    limit = memory.refusing(where.directory, nbytes, mount=where.backing != "memfd", headroom=False)
-    if limit is None:
-        return
-    hint = ""
-    if limit.name == str(names.SHM):
-        mib = -(-nbytes // (1 << 20))
-        hint = f"; start the container with --shm-size={mib}m or more (Kubernetes: an emptyDir of medium Memory)"
-    raise ArenaFull(
-        f"an arena of {nbytes} bytes ({memory.human(nbytes)}) does not fit: {limit.name} has {limit.free} bytes "
-        f"({memory.human(limit.free)}) available{hint}"
-    )
+def _require(mount: Path | None, nbytes: int) -> None:
+    if short := memory.refusals(mount, nbytes):
+        raise ArenaFull(f"an arena of {nbytes} bytes ({memory.human(nbytes)}) does not fit: " + "; ".join(short))
+
+
+def _require_address_space(where: Files, ctl: int, data: int) -> None:
+    """For what will be mapped: ctl, data, and the private hold counts (8 bytes a descriptor of 256)."""
+    if short := memory.address_space_refusals(ctl + data + ctl // 32):
+        raise ArenaError(f"{where.address} cannot be attached: " + "; ".join(short))
 
 
 def _made(
-    cls: type[Arena], where: Files, live: int, nbytes: int, run_id: str, max_processes: int, ttl_ns: int
+    cls: type[Arena], where: Files, live: int, nbytes: int, run_id: str, max_processes: int, ttl_ns: int, pages: Pages
 ) -> Arena:
     """Files, header, first commitments; on any failure nothing is left."""
     fds = [live]
     try:
-        _require(where, nbytes)
         fds.append(where.create("ctl"))
-        _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns)
+        _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns, pages.huge)
         fds.append(where.create("data"))
         where.size(fds[2], nbytes)
         arena = cls(where, (fds[0], fds[1], fds[2]), reader=None)
@@ -313,7 +329,9 @@ def _made(
             os.close(fd)
         raise
     try:
-        _first_commitments(arena, where, nbytes)
+        pages.place(*arena._data_at())
+        first = _first_commitments(arena, where, nbytes)
+        pages.make_huge(arena._data_at()[0], first)
     except BaseException:
         arena.close()
         where.unlink()
@@ -321,7 +339,7 @@ def _made(
     return arena
 
 
-def _format(where: Files, ctl: int, nbytes: int, run_id: str, max_processes: int, ttl_ns: int) -> None:
+def _format(where: Files, ctl: int, nbytes: int, run_id: str, max_processes: int, ttl_ns: int, huge: bool) -> None:
     size, fixed = ctl_nbytes(nbytes)
     where.size(ctl, size)
     os.posix_fallocate(ctl, 0, fixed)
@@ -329,10 +347,11 @@ def _format(where: Files, ctl: int, nbytes: int, run_id: str, max_processes: int
     ident = bytes.fromhex(where.key[-32:])
     step = min(TABLE_STEP, max(1024, nbytes // 4096))
     with mmap.mmap(ctl, mmap.PAGESIZE) as header:
-        format_ctl(header, nbytes, ident, node, boot, max_processes, step, ttl_ns, run_id.encode())
+        format_ctl(header, nbytes, ident, node, boot, max_processes, step, huge, ttl_ns, run_id.encode())
 
 
-def _first_commitments(arena: Arena, where: Files, nbytes: int) -> None:
+def _first_commitments(arena: Arena, where: Files, nbytes: int) -> int:
+    """Commits part of the block table, and of the data as many bytes as it returns."""
     errno = arena._commit_table(0, arena._header()["table_step"])
     first = min(FIRST_STEP, nbytes)
     if where.backing != "memfd":  # ctl and data share the mount: the last bytes may come later or never
@@ -341,7 +360,7 @@ def _first_commitments(arena: Arena, where: Files, nbytes: int) -> None:
     if not errno and first >= PAGE:
         errno = arena._commit_data(0, first // PAGE)
     if errno or first < PAGE:
-        _require(where, nbytes)
+        _require(where.mount, nbytes)
         size = memory.human(max(first, 0))
         raise ArenaFull(f"the first {size} of an arena in {where.directory} were refused: {os.strerror(errno)}")
     if first < min(FIRST_STEP, nbytes):
@@ -352,15 +371,20 @@ def _first_commitments(arena: Arena, where: Files, nbytes: int) -> None:
             memory.human(nbytes),
             where.directory,
         )
+    return first
 
 
 def _attached(cls: type[Arena], where: Files, reader: int | None) -> Arena:
+    if short := memory.descriptor_refusals():
+        raise ArenaError(f"{where.address} cannot be attached: " + "; ".join(short))
     fds: list[int] = []
     try:
         fds.append(where.open("live", write=True))
         if os.fstat(fds[0]).st_uid != os.geteuid():
             raise ForeignArena(f"{where.address} belongs to uid {os.fstat(fds[0]).st_uid}, this is uid {os.geteuid()}")
-        fds += [where.open("ctl", write=True), where.open("data", write=False)]
+        fds.append(where.open("ctl", write=True))
+        fds.append(where.open("data", write=False))
+        _require_address_space(where, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size)
     except BaseException as error:
         for fd in fds:
             os.close(fd)
