@@ -9,6 +9,8 @@ from shmrl.types import Handle
 _T = TypeVar("_T")
 _Handles = Handle | Iterable[Handle]
 
+def span_bytes(nbytes: int) -> int: ...
+
 class View:
     handle: Handle
     @property
