@@ -1,7 +1,7 @@
 """`Pinned`: the arena's committed data registered with CUDA, so that copies from views to the device need no bounce.
 
-Made in a trainer rank on a CUDA device, once, the only kind of process that copies to a device. What is committed later
-is registered by the next `extend()`. Pages of an arena never move or go back, so a window stays registered until close().
+Made once in a trainer rank on a CUDA device, the only process that copies to one. What is committed later is registered
+by the next `extend()`. Pages of an arena never move or go back, so a window stays registered until close().
 Imports no torch: the CUDA runtime is the one that this process has loaded already.
 """
 
