@@ -27,6 +27,7 @@ from posix.unistd cimport close as close_fd, getpid
 import warnings
 from time import sleep
 
+from shmrl.arena._dlpack import UNSAID, capsule
 from shmrl.errors import (
     AlreadyFreed, ArenaClosed, ArenaCorrupt, ArenaError, ForeignArena, NotOwner, NotSealed, PeerStalled,
     StaleHandle, TooManyProcesses, ViewsAlive,
@@ -177,6 +178,19 @@ cdef class View:
             self.leaving = True
         else:
             self._drop()
+
+    @property
+    def __array_interface__(self):
+        """NumPy's protocol, version 3; data is a memoryview, since of any other object NumPy keeps no buffer."""
+        return dict(version=3, shape=(self.n,), typestr="|u1", data=memoryview(self))
+
+    def __dlpack_device__(self):
+        """(1, 0): memory of the host."""
+        return 1, 0
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=UNSAID):
+        """The array API standard's capsule, uint8 [nbytes], read-only; see `_dlpack.capsule` for who gets a copy."""
+        return capsule(self, stream, max_version, dl_device, copy)
 
     def _cut(self, Py_ssize_t start, Py_ssize_t rows, Py_ssize_t row_nbytes):
         """Narrows a fresh view to rows from byte `start` on, as the columns table has them."""
