@@ -8,6 +8,8 @@ from shmrl.types import Handle
 
 _Handles = Handle | Iterable[Handle]
 
+def span_bytes(nbytes: int) -> int: ...
+
 class View:
     handle: Handle
     @property

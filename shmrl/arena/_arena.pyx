@@ -115,6 +115,11 @@ cdef uint64_t column_tail(uint64_t nbytes):
     return 8 + 16 + 24 * (64 + 4) + 4 * ((nbytes + 511) // 512)
 
 
+def span_bytes(nbytes):
+    """What a reserve() of `nbytes` takes from the arena: with room for its tail, in whole pages or a cell."""
+    return srl_span_nbytes(nbytes + column_tail(nbytes))
+
+
 @cython.no_gc_clear
 cdef class View:
     """Read-only flat bytes of one block, or of one field's rows: the mapping itself; `np.frombuffer` copies nothing.
