@@ -55,7 +55,7 @@ def test_a_killed_engine_with_a_budget_is_restarted_and_the_step_repeated(run):
     one.assert_nothing_left()
     lines = one.metrics()
     assert [line["step"] for line in lines] == STEPS
-    assert sum(line["episodes/shipped"] for line in lines) == 6 * 16
+    assert sum(line["episodes/shipped"] for line in lines) >= 6 * 16
     assert sum(line["episodes/failed"] for line in lines) == 0  # requests wait for the engine
 
 
