@@ -103,7 +103,10 @@ void srl_get_stats(const srl_arena *a, srl_stats *out) {
         out->blocks += state != SRL_FREEING;
         out->used_bytes += srl_load_relaxed(&b->span);
         out->orphaned += state == SRL_READY && SRL_FLAGS(w) & SRL_ORPHAN;
-        out->spilled += (SRL_FLAGS(w) & SRL_SPILLED) != 0;
+        if (SRL_FLAGS(w) & SRL_SPILLED) {
+            out->spilled++;
+            out->spilled_bytes += srl_load_relaxed(&b->offset);
+        }
     }
     out->freed = generations + freeing;
     out->created = out->freed + out->blocks;
@@ -134,10 +137,15 @@ static void check_block(const srl_arena *a, uint32_t i, uint64_t w, report *r) {
     unsigned state = SRL_STATE(w), owner = SRL_OWNER(w);
     if (state > SRL_FREEING)
         BLOCK_FAULT("state %u does not exist", state);
-    if (b->span > end || b->offset > end - b->span)
+    bool spilled = SRL_FLAGS(w) & SRL_SPILLED;
+    uint64_t room = spilled ? b->offset : b->span;
+    if (spilled && b->span)
+        BLOCK_FAULT("spilled, and a span of %lu", b->span);
+    if (!spilled && (b->span > end || b->offset > end - b->span))
         BLOCK_FAULT("span %lu + %lu passes the committed %lu bytes", b->offset, b->span, end);
-    if (b->nbytes > b->span || b->tail_nbytes > b->span - b->nbytes)
-        BLOCK_FAULT("%lu bytes and a tail of %u in a span of %lu", b->nbytes, b->tail_nbytes, b->span);
+    if (b->nbytes > room || b->tail_nbytes > room - b->nbytes)
+        BLOCK_FAULT("%lu bytes and a tail of %u in a %s of %lu", b->nbytes, b->tail_nbytes,
+                    spilled ? "file" : "span", room);
     if (owner >= a->max_processes)
         BLOCK_FAULT("owner %u of %u processes", owner, a->max_processes);
     else if (state == SRL_WRITING && !a->processes[owner].used)

@@ -16,7 +16,9 @@ def format_ctl(
     table_step: int,
     orphan_ttl_ns: int,
     run_id: bytes,
+    spill_dir: bytes,
 ) -> None: ...
+def spill_dir_of(head: bytes) -> str: ...
 
 class Ctl:
     def __init__(self, buffer: Buffer) -> None: ...

@@ -21,7 +21,21 @@ from shmrl.types import Handle
 
 LOOKS = 3  # a fault of a live arena is one that as many looks in a row see
 TRIES = 20  # copies of a live ctl until one is of one moment
-EVENTS = ("", "reserve", "seal", "adopt", "ship", "done", "retire", "free", "orphan", "sweep", "take over", "full")
+EVENTS = (
+    "",
+    "reserve",
+    "seal",
+    "adopt",
+    "ship",
+    "done",
+    "retire",
+    "free",
+    "orphan",
+    "sweep",
+    "take over",
+    "full",
+    "spill",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def human(nbytes: int) -> str:
 
 def limits(directory: Path, *, mount: bool) -> list[Limit]:
     """Every bound on shared memory of this process, with what is free now; `mount`: the directory's file system too."""
-    out = [_mount(directory)] if mount else []
+    out = [mount_of(directory)] if mount else []
     info = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
     out.append(Limit("memory (MemAvailable)", int(info["MemTotal"]) << 10, int(info["MemAvailable"]) << 10))
     return out + list(_cgroups())
@@ -61,7 +61,8 @@ def growable(directory: Path, *, mount: bool) -> int:
     return max(0, min(limit.free - limit.headroom for limit in limits(directory, mount=mount)))
 
 
-def _mount(directory: Path) -> Limit:
+def mount_of(directory: Path) -> Limit:
+    """The file system under a directory. OSError."""
     s = os.statvfs(directory)
     return Limit(str(directory), s.f_blocks * s.f_frsize, s.f_bavail * s.f_frsize)
 

@@ -8,7 +8,9 @@ import pytest
 
 ENV = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the driver ends with its memory
 ROOT = Path(__file__).parents[2]
-CORE = [ROOT / "csrc" / f"arena_{name}.c" for name in ("alloc", "block", "events", "live", "lock", "open", "sweep")]
+CORE = [
+    ROOT / "csrc" / f"arena_{name}.c" for name in ("alloc", "block", "events", "live", "lock", "open", "spill", "sweep")
+]
 
 
 @pytest.fixture(scope="module")
