@@ -135,7 +135,7 @@ typedef struct {
     uint8_t id[16];
     uint32_t node, boot; /* hashes: of boot id, hostname and device; of the boot id alone */
     uint64_t capacity, ctl_size;
-    uint32_t max_pages, max_blocks, table_step, reserved;
+    uint32_t max_pages, max_blocks, table_step, huge; /* huge: who commits makes huge pages of it */
     uint64_t events_off, pending_off, pages_off, blocks_off;
     uint64_t orphan_ttl_ns, created_ns;
     char run_id[64];

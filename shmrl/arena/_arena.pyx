@@ -17,9 +17,10 @@ from cpython.bytes cimport PyBytes_AsString, PyBytes_Check, PyBytes_FromStringAn
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.errno cimport EAGAIN, EBUSY, ENOENT, ENOSPC, EPERM, ESTALE, ETIMEDOUT
+from libc.stdint cimport uintptr_t
 from libc.string cimport memchr, memcpy, memset
 from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED
-from posix.mman cimport PROT_READ, PROT_WRITE, mmap, munmap
+from posix.mman cimport PROT_NONE, PROT_READ, PROT_WRITE, mmap, munmap
 from posix.time cimport CLOCK_MONOTONIC
 from posix.unistd cimport close as close_fd, getpid
 
@@ -45,6 +46,7 @@ cdef extern from "fcntl.h" nogil:
 
 cdef uint64_t RELEASE_GIL_FROM = 65536  # bytes: shorter copies are over before another thread could start
 cdef uint64_t LOCK_NS = 5_000_000_000  # how long cold operations wait for the allocator's lock
+cdef uint64_t HUGE_PAGE = 2 << 20
 cdef uint64_t NO_DEADLINE = (<uint64_t> 1) << 62
 cdef uint64_t LOOK_AHEAD = 64 << 20  # bytes: with less free, the next step is committed in the background
 cdef uint8_t VERSION = HANDLE_VERSION
@@ -84,6 +86,23 @@ cdef inline uint64_t deadline_of(object timeout_s):
     if timeout_s is None:
         return NO_DEADLINE
     return srl_now_ns(CLOCK_MONOTONIC) + <uint64_t> (max(0.0, min(float(timeout_s), 1e9)) * 1e9)
+
+
+cdef uint8_t *map_aligned(int fd, uint64_t nbytes):
+    """Maps a file read-only at a multiple of HUGE_PAGE, without which huge pages are mapped as small ones; or NULL."""
+    cdef uint8_t *room = <uint8_t *> mmap(
+        NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+    if room == <uint8_t *> MAP_FAILED:
+        return NULL
+    cdef uint64_t before = -<uint64_t> room % HUGE_PAGE
+    cdef uint8_t *at = <uint8_t *> mmap(room + before, nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0)
+    if at == <uint8_t *> MAP_FAILED:
+        munmap(room, nbytes + HUGE_PAGE)
+        return NULL
+    if before:
+        munmap(room, before)
+    munmap(at + nbytes, HUGE_PAGE - before)
+    return at
 
 
 cdef str text_of(const char *words, Py_ssize_t room):
@@ -338,9 +357,8 @@ cdef class Core:
         self.data_nbytes = <uint64_t> self.a.max_pages * SRL_PAGE
         if data_file_nbytes < self.data_nbytes:
             raise ArenaCorrupt(f"a data file of {data_file_nbytes} bytes, for a capacity of {self.data_nbytes}")
-        self.data = <uint8_t *> mmap(NULL, self.data_nbytes, PROT_READ, MAP_SHARED, data_fd, 0)
-        if self.data == <uint8_t *> MAP_FAILED or self.a.holds == <srl_hold *> MAP_FAILED:
-            self.data = NULL
+        self.data = map_aligned(data_fd, self.data_nbytes)
+        if self.data == NULL or self.a.holds == <srl_hold *> MAP_FAILED:
             raise ArenaError(f"cannot map {self.data_nbytes} bytes of data (RLIMIT_AS?)")
         madvise(self.data, self.data_nbytes, MADV_DONTDUMP)  # a core dump would keep our byte locked meanwhile
         for _attempt in range(50):  # a slot that is being swept or claimed right now may be free in a moment
@@ -370,6 +388,7 @@ cdef class Core:
         if at == MAP_FAILED:
             close_fd(fd)
             raise ArenaError(f"cannot map {self.data_nbytes} bytes of data for writing")
+        madvise(self.data, self.data_nbytes, MADV_DONTDUMP)
         close_fd(self.data_fd)
         self.data_fd = fd
         self.writable = True
@@ -735,6 +754,11 @@ cdef class Core:
 
     # --------------------------------------------------------------------------------------- what arena.py builds on
 
+    def _data_at(self):
+        """(address, bytes) of the data's mapping."""
+        self._alive()
+        return <uintptr_t> self.data, self.data_nbytes
+
     def _handle_from(self, slot, generation, nonce, nbytes):
         return self._handle(slot, generation, nonce, nbytes)
 
@@ -779,7 +803,7 @@ cdef class Core:
             check(-EUCLEAN, "header:")
         return dict(capacity=self.data_nbytes, boot=h.boot, committed_pages=h.committed_pages,
                     max_pages=self.a.max_pages, max_blocks=self.a.max_blocks, table_committed=h.table_committed,
-                    table_step=h.table_step)
+                    table_step=h.table_step, huge=h.huge)
 
     def _stats(self, exact):
         """The pinned counters. exact: under the allocator's lock."""

@@ -14,6 +14,7 @@ def format_ctl(
     boot: int,
     max_processes: int,
     table_step: int,
+    huge: bool,
     orphan_ttl_ns: int,
     run_id: bytes,
     spill_dir: bytes,

@@ -38,7 +38,7 @@ def ctl_nbytes(capacity):
 
 
 def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t boot, uint32_t max_processes,
-               uint32_t table_step, uint64_t orphan_ttl_ns, bytes run_id, bytes spill_dir):
+               uint32_t table_step, bint huge, uint64_t orphan_ttl_ns, bytes run_id, bytes spill_dir):
     """Writes the header of a new ctl file (any writable buffer of 4,096 bytes or more), its magic last."""
     cdef Py_buffer raw
     cdef srl_header given
@@ -47,7 +47,7 @@ def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t b
     memcpy(given.run_id, PyBytes_AsString(run_id), min(len(run_id), 63))
     memcpy(given.spill_dir, PyBytes_AsString(spill_dir), min(len(spill_dir), SRL_SPILL_DIR_MAX - 1))
     given.node, given.boot, given.max_processes, given.table_step = node, boot, max_processes, table_step
-    given.orphan_ttl_ns = orphan_ttl_ns
+    given.huge, given.orphan_ttl_ns = huge, orphan_ttl_ns
     PyObject_GetBuffer(buffer, &raw, PyBUF_WRITABLE)
     srl_format(raw.buf, capacity, &given)
     PyBuffer_Release(&raw)

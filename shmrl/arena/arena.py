@@ -19,10 +19,11 @@ from typing import Any
 
 from shmrl.arena import columns as tails
 from shmrl.arena import files as names
-from shmrl.arena import memory, spill, table
+from shmrl.arena import memory, placement, spill, table
 from shmrl.arena._arena import Block, Core, View
 from shmrl.arena._ctl import ctl_nbytes, format_ctl, spill_dir_of
 from shmrl.arena.files import Files
+from shmrl.arena.placement import Pages
 from shmrl.arena.waiting import Waiting
 from shmrl.errors import ArenaCorrupt, ArenaError, ArenaFull, ChecksumError, ForeignArena, StaleHandle
 from shmrl.types import Handle
@@ -65,21 +66,28 @@ class Arena(Core):
         orphan_ttl_s: float | None = None,
         spill_dir: str | None = None,
         preallocate: bool = False,
+        huge_pages: str = "auto",
+        numa: str = "none",
     ) -> Arena:
         """A new arena of `capacity` bytes (rounded up to 64 KiB), attached; removes dead arenas of this uid first.
 
         backing: "shm", "memfd", or "file" in the directory `base`. orphan_ttl_s: blocks whose owner died are freed this
-        long after it was noticed (None: never). spill_dir: an existing directory for on_full="spill" to put blocks in
-        that do not fit. ArenaFull when mount, memory or a cgroup has less now; ValueError.
+        long after it was noticed (None: never). huge_pages: "auto" (where mount or shmem_enabled give them), "always"
+        (or ArenaError), "never". numa: "none", "interleave", "bind:<nodes>" (ArenaError where mbind is forbidden).
+        spill_dir: an existing directory for what does not fit, with on_full="spill".
+        ArenaFull when mount, memory, a cgroup or an rlimit has less now; ValueError.
         """
         nbytes = -(-parse_bytes(capacity) // PAGE) * PAGE
         if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
             raise ValueError(f"capacity={nbytes} ({PAGE} to 2^47 bytes), max_processes={max_processes} (1 to 256)")
-        for dead in names.listed():
+        for dead in names.listed(base):
             names.remove_if_dead(dead)
+        mount = names.new(backing, base).mount
+        _require(mount, nbytes)
+        pages = Pages.chosen(huge_pages, numa, mount)
         where, live = names.claimed(backing, base)
         ttl_ns = 0 if orphan_ttl_s is None else max(1, int(orphan_ttl_s * 1e9))
-        arena = _made(cls, where, live, nbytes, run_id or where.key[-32:-24], max_processes, ttl_ns, spill_dir)
+        arena = _made(cls, where, live, nbytes, run_id or where.key[-32:-24], max_processes, ttl_ns, pages, spill_dir)
         if preallocate:
             arena._preallocate()
         return arena
@@ -164,13 +172,17 @@ class Arena(Core):
         code = self._commit_data(first, end)
         if code:
             log.warning("arena %s stays at %s: %s", self.address, memory.human(first * PAGE), os.strerror(code))
-        return code == 0
+            return False
+        if head["huge"] and not placement.make_huge(self._data_at()[0] + first * PAGE, (end - first) * PAGE):
+            log.info(
+                "arena %s: not all of its last %s are huge pages", self.address, memory.human((end - first) * PAGE)
+            )
+        return True
 
     def _allowed(self, nbytes: int) -> bool:
         if self._refused is not None and time.monotonic() < self._refused[0]:
             return False
-        mount = self._files.backing != "memfd"
-        limit = memory.refusing(self._files.directory, nbytes, mount=mount, headroom=True)
+        limit = memory.refusing(self._files.mount, nbytes, headroom=True)
         if limit is not None and self._refused is None:
             log.warning(
                 "arena %s does not grow: %s, of which %s is left alone",
@@ -239,6 +251,15 @@ class Arena(Core):
 
     # ------------------------------------------------------------------------------------------------------- inspection
 
+    def placement(self) -> dict[str, Any]:
+        """Where the data's pages are, as far as this process has touched them: huge_bytes, node_bytes {node: bytes}."""
+        address, nbytes = self._data_at()
+        name = self._files.name("data").lstrip("/")
+        return {
+            "huge_bytes": placement.huge_bytes(address, nbytes),
+            "node_bytes": placement.bytes_by_node(name),
+        }
+
     def pressure(self) -> dict[str, int]:
         """How full it is, for whoever decides what starts next; microseconds, no lock. Bytes:
 
@@ -253,8 +274,7 @@ class Arena(Core):
         head, now = self._header(), time.monotonic()
         capacity, committed = head["capacity"], head["committed_pages"] * PAGE
         if committed < capacity and now >= self._room[0]:
-            mount = self._files.backing != "memfd"
-            self._room = now + REFUSAL_HOLDS_S, memory.growable(self._files.directory, mount=mount)
+            self._room = now + REFUSAL_HOLDS_S, memory.growable(self._files.mount)
         return min(capacity, committed + self._room[1])
 
     def stats(self, by: str | None = None, exact: bool = False) -> dict[str, Any]:
@@ -321,18 +341,15 @@ def unlink(address: str) -> None:
 # --------------------------------------------------------------------------------------------------- create, attach
 
 
-def _require(where: Files, nbytes: int) -> None:
-    limit = memory.refusing(where.directory, nbytes, mount=where.backing != "memfd", headroom=False)
-    if limit is None:
-        return
-    hint = ""
-    if limit.name == str(names.SHM):
-        mib = -(-nbytes // (1 << 20))
-        hint = f"; start the container with --shm-size={mib}m or more (Kubernetes: an emptyDir of medium Memory)"
-    raise ArenaFull(
-        f"an arena of {nbytes} bytes ({memory.human(nbytes)}) does not fit: {limit.name} has {limit.free} bytes "
-        f"({memory.human(limit.free)}) available{hint}"
-    )
+def _require(mount: Path | None, nbytes: int) -> None:
+    if short := memory.refusals(mount, nbytes):
+        raise ArenaFull(f"an arena of {nbytes} bytes ({memory.human(nbytes)}) does not fit: " + "; ".join(short))
+
+
+def _require_address_space(where: Files, ctl: int, data: int) -> None:
+    """For what will be mapped: ctl, data, and the private hold counts (8 bytes a descriptor of 256)."""
+    if short := memory.address_space_refusals(ctl + data + ctl // 32):
+        raise ArenaError(f"{where.address} cannot be attached: " + "; ".join(short))
 
 
 def _made(
@@ -343,15 +360,15 @@ def _made(
     run_id: str,
     max_processes: int,
     ttl_ns: int,
+    pages: Pages,
     spill_dir: str | None,
 ) -> Arena:
     """Files, header, first commitments; on any failure nothing is left."""
     fds = [live]
     try:
-        _require(where, nbytes)
         fds.append(where.create("ctl"))
         spilled = None if spill_dir is None else spill.path_of(spill_dir, where.key[-32:])
-        _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns, spilled)
+        _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns, pages.huge, spilled)
         fds.append(where.create("data"))
         where.size(fds[2], nbytes)
         fds.append(_spill_made(spilled))
@@ -362,7 +379,9 @@ def _made(
             os.close(fd)
         raise
     try:
-        _first_commitments(arena, where, nbytes)
+        pages.place(*arena._data_at())
+        first = _first_commitments(arena, where, nbytes)
+        pages.make_huge(arena._data_at()[0], first)
     except BaseException:
         arena.close()
         where.unlink()
@@ -378,7 +397,14 @@ def _spill_made(path: Path | None) -> int:
 
 
 def _format(
-    where: Files, ctl: int, nbytes: int, run_id: str, max_processes: int, ttl_ns: int, spilled: Path | None
+    where: Files,
+    ctl: int,
+    nbytes: int,
+    run_id: str,
+    max_processes: int,
+    ttl_ns: int,
+    huge: bool,
+    spilled: Path | None,
 ) -> None:
     size, fixed = ctl_nbytes(nbytes)
     where.size(ctl, size)
@@ -388,10 +414,11 @@ def _format(
     step = min(TABLE_STEP, max(1024, nbytes // 4096))
     with mmap.mmap(ctl, mmap.PAGESIZE) as header:
         directory = b"" if spilled is None else os.fsencode(spilled)
-        format_ctl(header, nbytes, ident, node, boot, max_processes, step, ttl_ns, run_id.encode(), directory)
+        format_ctl(header, nbytes, ident, node, boot, max_processes, step, huge, ttl_ns, run_id.encode(), directory)
 
 
-def _first_commitments(arena: Arena, where: Files, nbytes: int) -> None:
+def _first_commitments(arena: Arena, where: Files, nbytes: int) -> int:
+    """Commits part of the block table, and of the data as many bytes as it returns."""
     code = arena._commit_table(0, arena._header()["table_step"])
     first = min(FIRST_STEP, nbytes)
     if where.backing != "memfd":  # ctl and data share the mount: the last bytes may come later or never
@@ -400,7 +427,7 @@ def _first_commitments(arena: Arena, where: Files, nbytes: int) -> None:
     if not code and first >= PAGE:
         code = arena._commit_data(0, first // PAGE)
     if code or first < PAGE:
-        _require(where, nbytes)
+        _require(where.mount, nbytes)
         size = memory.human(max(first, 0))
         raise ArenaFull(f"the first {size} of an arena in {where.directory} were refused: {os.strerror(code)}")
     if first < min(FIRST_STEP, nbytes):
@@ -411,15 +438,20 @@ def _first_commitments(arena: Arena, where: Files, nbytes: int) -> None:
             memory.human(nbytes),
             where.directory,
         )
+    return first
 
 
 def _attached(cls: type[Arena], where: Files, reader: int | None) -> Arena:
+    if short := memory.descriptor_refusals():
+        raise ArenaError(f"{where.address} cannot be attached: " + "; ".join(short))
     fds: list[int] = []
     try:
         fds.append(where.open("live", write=True))
         if os.fstat(fds[0]).st_uid != os.geteuid():
             raise ForeignArena(f"{where.address} belongs to uid {os.fstat(fds[0]).st_uid}, this is uid {os.geteuid()}")
-        fds += [where.open("ctl", write=True), where.open("data", write=False)]
+        fds.append(where.open("ctl", write=True))
+        fds.append(where.open("data", write=False))
+        _require_address_space(where, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size)
         named = spill_dir_of(os.pread(fds[1], 4096, 0))
         fds.append(spill.opened(Path(named)) if named else -1)
     except BaseException as error:

@@ -36,7 +36,7 @@ cdef extern from "arena_live.h" nogil:
         uint8_t id[16]
         uint32_t node, boot
         uint64_t capacity, ctl_size
-        uint32_t max_pages, max_blocks, table_step
+        uint32_t max_pages, max_blocks, table_step, huge
         uint64_t pages_off, blocks_off, orphan_ttl_ns, created_ns
         char run_id[64]
         char spill_dir[512]

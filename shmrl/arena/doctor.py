@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from shmrl.arena import files, inspect, memory
+from shmrl.arena import files, inspect, memory, placement
+from shmrl.arena.arena import Arena
 from shmrl.arena.memory import human
+from shmrl.errors import ArenaError
 
 SMALL_SHM = 1 << 30
 FEW_FILES = 1024
@@ -16,7 +19,8 @@ FEW_FILES = 1024
 
 def doctor() -> list[dict[str, Any]]:
     """Findings: {"name", "status": "ok" | "warn" | "fail", "detail", "fix"}; fix is "" when there is nothing to do."""
-    return [*_shared_memory(), *_memory(), *_rlimits(), _locks(), _dead_arenas(), _cpu()]
+    pages = [*_huge_pages(), *_numa()]
+    return [*_shared_memory(), *_memory(), *_rlimits(), *pages, _locks(), _dead_arenas(), _cpu()]
 
 
 def render(findings: list[dict[str, Any]]) -> str:
@@ -34,15 +38,15 @@ def _finding(name: str, ok: bool, detail: str, fix: str = "", *, bad: str = "war
 
 def _shared_memory() -> Iterator[dict[str, Any]]:
     if not files.SHM.is_dir() or not os.access(files.SHM, os.W_OK):
-        yield _finding("/dev/shm", False, "missing or not writable", "mount a tmpfs there", bad="fail")
+        yield _finding("/dev/shm", False, "missing or not writable", "use backing 'memfd', or mount a tmpfs there")
         return
-    mount = memory.limits(files.SHM, mount=True)[0]
-    fix = "start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory)"
+    mount = memory.limits(files.SHM)[0]
+    fix = "start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory), or use backing 'memfd'"
     yield _finding("/dev/shm", mount.free >= SMALL_SHM, f"{human(mount.free)} free of {human(mount.limit)}", fix)
 
 
 def _memory() -> Iterator[dict[str, Any]]:
-    for limit in memory.limits(files.SHM, mount=False):
+    for limit in memory.limits(None):
         detail = f"{human(limit.free)} free of {human(limit.limit)}; growth leaves {human(limit.headroom)} alone"
         yield _finding(
             limit.name, limit.free > limit.headroom, detail, "an arena cannot grow here: free memory or raise the limit"
@@ -52,11 +56,41 @@ def _memory() -> Iterator[dict[str, Any]]:
 def _rlimits() -> Iterator[dict[str, Any]]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield _finding("open files", soft >= FEW_FILES, f"{soft} (hard limit {hard})", f"ulimit -n {min(hard, 65536)}")
-    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-    detail = "unlimited" if soft == resource.RLIM_INFINITY else human(soft)
+    finite = {limit.name: limit for limit in memory.rlimits()}
+    for name, what in memory.RLIMITS.items():
+        limit = finite.get(name)
+        ok = limit is None or name == "RLIMIT_MEMLOCK"  # the CUDA driver counts what it pins elsewhere
+        yield _finding(what, ok, "unlimited" if limit is None else human(limit.limit), limit.remedy if limit else "")
+
+
+def _huge_pages() -> Iterator[dict[str, Any]]:
+    """What the machine gives by itself, and what a small arena really gets when it asks."""
+    for backing, directory in (("memfd", None), ("shm", files.SHM)):
+        mount = placement.mount_of(directory)
+        try:
+            with Arena.create(2 * placement.HUGE_PAGE, backing=backing, huge_pages="always") as probe:
+                got = probe.placement()["huge_bytes"]
+                probe.unlink()
+            yield _finding(
+                f"huge pages, {backing}", True, f"{mount}: huge_pages = 'always' gets them ({human(got)} tried)"
+            )
+        except ArenaError as error:
+            yield _finding(f"huge pages, {backing}", False, f"{mount}: none to be had", str(error))
+
+
+def _numa() -> Iterator[dict[str, Any]]:
+    """Where the pages of live arenas are, on a machine where that differs: as far as each process has touched them."""
+    here = placement.nodes()
     yield _finding(
-        "address space", soft == resource.RLIM_INFINITY, detail, "ulimit -v unlimited: an arena maps its whole capacity"
+        "NUMA nodes", True, ",".join(map(str, here)) + (" (numa = changes nothing)" if len(here) == 1 else "")
     )
+    for row in inspect.list_arenas() if len(here) > 1 else ():
+        for index, process in sorted(inspect.open_readonly(row["address"]).processes.items()):
+            name, maps = row["address"].partition(":")[2], Path(f"/proc/{process.pid}/numa_maps")
+            where = placement.bytes_by_node(f"{name}.data", maps)
+            total = sum(where.values())
+            share = ", ".join(f"node {n} {human(b)} ({100 * b // total}%)" for n, b in sorted(where.items()))
+            yield _finding(f"pages, {process.name or index}", True, share or "none touched")
 
 
 def _locks() -> dict[str, Any]:

@@ -45,6 +45,11 @@ class Files:
         """What bounds its size and makes its node: the mount under the data file (none under a memfd)."""
         return {"file": Path(self.key).parent, "shm": SHM}.get(self.backing, Path("/"))
 
+    @property
+    def mount(self) -> Path | None:
+        """The directory whose file system bounds it; None under a memfd."""
+        return None if self.backing == "memfd" else self.directory
+
     def name(self, part: str) -> str:
         """posix_ipc name, file path, or memfd name of a part."""
         if self.backing == "file":
@@ -69,7 +74,7 @@ class Files:
         """A description of its own of an existing part. FileNotFoundError, PermissionError."""
         flags = os.O_RDWR if write else os.O_RDONLY
         if self.backing == "memfd":
-            return os.open(_find_memfd(self.name(part)), flags | os.O_CLOEXEC)
+            return _open_memfd(self.name(part), flags | os.O_CLOEXEC)
         return self._open_named(part, flags)
 
     def _open_named(self, part: str, flags: int) -> int:
@@ -143,13 +148,20 @@ def parse(address: str) -> Files:
     return Files(backing, key)
 
 
-def listed() -> list[Files]:
-    """Every named arena of this uid in /dev/shm, whole or not."""
-    if not SHM.is_dir():
-        return []
+def listed(base: str | None = None) -> list[Files]:
+    """Every named arena of this uid in /dev/shm and in the directory `base`, whole or not."""
     prefix = f"shmrl-{os.geteuid()}-"
-    names = {name.rsplit(".", 1)[0] for name in os.listdir(SHM) if name.startswith(prefix)}
-    return [Files("shm", name[len(prefix) :]) for name in sorted(names)]
+    out = [Files("shm", stem[len(prefix) :]) for stem in _stems(SHM, prefix)]
+    return (
+        out if base is None else out + [Files("file", str(Path(base, stem).resolve())) for stem in _stems(base, prefix)]
+    )
+
+
+def _stems(directory: str | Path, prefix: str) -> list[str]:
+    if not os.path.isdir(directory):
+        return []
+    names = (name.rsplit(".", 1) for name in os.listdir(directory) if name.startswith(prefix))
+    return sorted({stem for stem, *part in names if part and part[0] in PARTS})
 
 
 def remove_if_dead(files: Files) -> bool:
@@ -198,10 +210,10 @@ def _reopen(fd: int, flags: int) -> int:
         os.close(fd)
 
 
-def _find_memfd(name: str) -> str:
-    """A /proc path of a memfd that some process of this uid has open. ForeignArena when there is none to be seen."""
+def _open_memfd(name: str, flags: int) -> int:
+    """Opens a memfd that some process of this uid has open, through its /proc entry. ForeignArena when none can be."""
     for path in glob.iglob("/proc/[0-9]*/fd/*"):
-        with suppress(OSError):  # gone meanwhile, or another uid's
+        with suppress(OSError):  # that process ended meanwhile, or is another uid's: the next one may do
             if os.readlink(path).startswith(f"/memfd:{name}"):
-                return path
+                return os.open(path, flags)
     raise ForeignArena(f"no process of uid {os.geteuid()} in this pid namespace has {name} open")

@@ -93,12 +93,20 @@ class Warmup(Table):
 
 
 class ArenaConfig(Table):
-    """`[arena]`: the pool of shared memory. `address` and `token_file` are written by `run` or by `shmrl node`."""
+    """`[arena]`: the pool of shared memory. `address` and `token_file` are written by `run` or by `shmrl node`.
+
+    backing: "shm" (/dev/shm), "memfd" (no mount, gone with the last process), "file" in the directory `base`, for
+    example of a tmpfs mounted with huge=. huge_pages: "auto" takes what mount or shmem_enabled give, "always" asks the
+    kernel for each step and refuses to start without. numa: "interleave" over the nodes, or "bind:0-1,3".
+    """
 
     address: str | None = None
     token_file: Path | None = None
     capacity: int | str | None = None
-    backing: Literal["shm"] = "shm"
+    backing: Literal["shm", "memfd", "file"] = "shm"
+    base: Path | None = None
+    huge_pages: Literal["auto", "always", "never"] = "auto"
+    numa: Annotated[str, Field(pattern=r"^(none|interleave|bind:\d+(-\d+)?(,\d+(-\d+)?)*)$")] = "none"
     on_full: Literal["block", "raise"] = "block"
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     verify: bool = False
@@ -109,6 +117,14 @@ class ArenaConfig(Table):
     def _capacity(self) -> ArenaConfig:
         if self.capacity is not None and parse_bytes(self.capacity) < 1 << 20:
             raise ValueError(f"capacity = {self.capacity!r} is below 1MiB")
+        return self
+
+    @model_validator(mode="after")
+    def _base(self) -> ArenaConfig:
+        if (self.backing == "file") != (self.base is not None):
+            raise ValueError(
+                "base (a directory, of a mount that holds the arena) belongs to backing = 'file', and only there"
+            )
         return self
 
 

@@ -216,7 +216,11 @@ class RunTree(Table):
         """The same run with absolute paths, so that its resolved files mean the same in every directory."""
         run = self.run.model_copy(update={"output_dir": self.run.output_dir.resolve()})
         path = self.model.path and self.model.path.resolve()
-        return self.model_copy(update={"run": run, "model": self.model.model_copy(update={"path": path})})
+        base = self.arena.base and self.arena.base.resolve()
+        model = self.model.model_copy(update={"path": path})
+        return self.model_copy(
+            update={"run": run, "model": model, "arena": self.arena.model_copy(update={"base": base})}
+        )
 
     @property
     def socket_dir(self) -> Path:

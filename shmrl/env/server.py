@@ -27,7 +27,7 @@ from shmrl.env.link import MAX_FRAME
 from shmrl.env.pool import Pool, Request
 from shmrl.env.protocol import FIELDS, check_tag, error_reply, expect, parse_request
 from shmrl.errors import ConfigError, ProtocolError, RunError, ServerDied
-from shmrl.node.host import capacity_bytes, read_token
+from shmrl.node.host import create_arena, read_token
 from shmrl.node.ports import port_in_use
 from shmrl.wire import pack
 
@@ -123,7 +123,7 @@ class EnvServer:
     def _open_arena(self, config: ArenaConfig) -> tuple[Arena, bool]:
         if config.address is not None:
             return Arena.attach(config.address), False
-        return Arena.create(capacity=capacity_bytes(config), run_id=self.config.name), True
+        return create_arena(config, self.config.name), True
 
     async def _serve(self, socket: zmq.asyncio.Socket, arena: Arena) -> None:
         config = self.config
@@ -273,7 +273,7 @@ class EnvServer:
         facts = self._pool.health()
         facts["rss_bytes"] += psutil.Process().memory_info().rss
         stats = self._arena.stats()
-        arena = {key: stats[key] for key in ("blocks", "used_bytes", "capacity_bytes")}
+        arena = {key: stats[key] for key in ("blocks", "used_bytes", "create_arena")}
         return pack({"success": True, "alive": True, "loop_lag_ms": self._lag_ms, "arena": arena, **facts})
 
     def _info(self) -> dict[str, Any]:

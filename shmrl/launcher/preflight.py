@@ -6,14 +6,13 @@ and takes well under two seconds. All faults are reported at once.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from shmrl.config import RunTree
 from shmrl.errors import ConfigError, PortInUse
-from shmrl.node.host import SHM, capacity_bytes, free_shared_memory, require_torch
+from shmrl.node.host import arena_mount, available_memory, capacity_bytes, require_torch
 from shmrl.node.ports import require_free
 from shmrl.payload.budget import EXPERT_KEYS, ModelShape, bytes_per_token, longest_episode, model_shape
 
@@ -97,19 +96,20 @@ def _shape(tree: RunTree, problems: list[str]) -> ModelShape:
 def arena_budget(tree: RunTree, shape: ModelShape) -> Budget:
     """What one token takes in the arena, and how many can be there."""
     in_flight = (tree.orchestrator.inflight, longest_episode(tree))
-    return Budget(bytes_per_token(tree, shape), in_flight, capacity_bytes(tree.arena), free_shared_memory())
+    return Budget(bytes_per_token(tree, shape), in_flight, capacity_bytes(tree.arena), available_memory(tree.arena))
 
 
 def _memory(tree: RunTree, budget: Budget) -> list[str]:
-    problems = []
-    if not os.access(SHM, os.W_OK | os.X_OK):
-        problems.append(f"{SHM} cannot be written to (read-only, or not ours), and the arena is made there")
-    if budget.capacity > budget.free:
-        problems.append(
-            f"arena.capacity = {tree.arena.capacity!r} needs {budget.capacity:,} B of shared memory, /dev/shm has "
-            f"{budget.free:,} B free: make it smaller, or enlarge /dev/shm (docker run --shm-size="
-            f"{-(-budget.capacity >> 20) + 64}m; kubernetes: an emptyDir with medium: Memory at /dev/shm)"
-        )
+    from shmrl.arena import memory
+    from shmrl.arena.placement import Pages
+
+    config, mount = tree.arena, arena_mount(tree.arena)
+    asked = f"arena.capacity = {config.capacity!r}: "
+    problems = [asked + refusal for refusal in memory.refusals(mount, budget.capacity)]
+    try:
+        Pages.chosen(config.huge_pages, config.numa, mount)
+    except ValueError as error:
+        problems.append(f"arena.{error}")
     if budget.needed > budget.capacity:
         episodes, tokens = budget.in_flight
         problems.append(
@@ -121,7 +121,7 @@ def _memory(tree: RunTree, budget: Budget) -> list[str]:
 
 
 def _default(tree: RunTree) -> str:
-    return "half of the free shared memory" if tree.arena.capacity is None else "configured"
+    return "half of what is free" if tree.arena.capacity is None else "configured"
 
 
 def size(nbytes: float) -> str:

@@ -177,6 +177,6 @@ def dry_run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
 def _budget_line(budget: Budget) -> str:
     episodes, tokens = budget.in_flight
     return (
-        f"arena: {size(budget.capacity)} of {size(budget.free)} free shared memory; at most {size(budget.needed)} in "
+        f"arena: {size(budget.capacity)} of {size(budget.free)} available; at most {size(budget.needed)} in "
         f"flight ({episodes:,} episodes x {tokens:,} tokens x {budget.bytes_per_token:,.1f} B)"
     )

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import tomli_w
 
 from shmrl.config import ArenaConfig, RunTree, parse_bytes
@@ -78,17 +77,37 @@ def read_token(arena: ArenaConfig) -> str | None:
         raise RunError(f"the run's token cannot be read: {error}; is its `shmrl run` or `shmrl node` alive?") from None
 
 
-def free_shared_memory() -> int:
-    """Bytes that /dev/shm can still take."""
-    stat = os.statvfs(SHM)
-    return stat.f_bavail * stat.f_frsize
+def arena_mount(arena: ArenaConfig) -> Path | None:
+    """The directory whose mount bounds the arena; None for memfds."""
+    return {"shm": SHM, "memfd": None, "file": arena.base}[arena.backing]
+
+
+def available_memory(arena: ArenaConfig) -> int:
+    """Bytes an arena of this backing can take now: the least of its mount, this machine's memory and the cgroups."""
+    from shmrl.arena import memory
+
+    return min(limit.free for limit in memory.limits(arena_mount(arena)))
 
 
 def capacity_bytes(arena: ArenaConfig) -> int:
-    """The arena's capacity: as configured, else half of the free shared memory (or free memory, if less)."""
-    if arena.capacity is not None:
-        return parse_bytes(arena.capacity)
-    return min(free_shared_memory(), psutil.virtual_memory().available) // 2
+    """The arena's capacity: as configured, else half of what is available."""
+    return available_memory(arena) // 2 if arena.capacity is None else parse_bytes(arena.capacity)
+
+
+def create_arena(arena: ArenaConfig, run_id: str) -> Arena:
+    """The arena that the configuration describes, with this process attached. ArenaFull, ArenaError."""
+    from shmrl.arena import Arena
+
+    return Arena.create(
+        capacity_bytes(arena),
+        run_id=run_id,
+        backing=arena.backing,
+        base=None if arena.base is None else str(arena.base),
+        orphan_ttl_s=arena.orphan_ttl_s,
+        preallocate=arena.preallocate,
+        huge_pages=arena.huge_pages,
+        numa=arena.numa,
+    )
 
 
 @contextmanager
@@ -143,16 +162,11 @@ def _private(directory: Path) -> None:
 @contextmanager
 def hosted(tree: RunTree, directory: Path, run_id: str) -> Iterator[tuple[Arena, RunTree]]:
     """The run's arena and token, and the tree that names both; the arena is unlinked at the end."""
-    from shmrl.arena import Arena
-
     token_file = directory / "token"
     _write_token(token_file)
-    config = tree.arena
-    arena = Arena.create(
-        capacity_bytes(config), run_id=run_id, orphan_ttl_s=config.orphan_ttl_s, preallocate=config.preallocate
-    )
+    arena = create_arena(tree.arena, run_id)
     try:
-        named = config.model_copy(update={"address": arena.address, "token_file": token_file})
+        named = tree.arena.model_copy(update={"address": arena.address, "token_file": token_file})
         yield arena, tree.model_copy(update={"arena": named})
     finally:
         arena.unlink()

@@ -4,15 +4,16 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
-import psutil
 import pytest
 
+from shmrl.arena import memory
 from shmrl.config import load_run
 from shmrl.errors import ConfigError, PortInUse
-from shmrl.launcher import preflight
 from shmrl.launcher.preflight import arena_budget, check, size
-from shmrl.node.host import free_shared_memory
+from shmrl.node import host
+from shmrl.node.host import available_memory
 from shmrl.payload.budget import ModelShape
 from tests.support.runs import free_ports
 
@@ -85,7 +86,8 @@ def test_unknown_environments_are_named_with_their_source_all_at_once(load):
 
 
 def test_sixteen_gibibytes_of_heads_do_not_fit_an_arena_of_eight(load, monkeypatch):
-    monkeypatch.setattr(preflight, "free_shared_memory", lambda: 64 << 30)
+    roomy = [memory.Limit("/dev/shm", 64 << 30, 64 << 30)]
+    monkeypatch.setattr(memory, "limits", lambda _: roomy)
     shape = {"orchestrator__seq_len": 16384, "inference__max_model_len": 16384, "model__tiny__max_positions": 16384}
     head = {"trainer__head": 128, "inference__max_logprobs": 128, "trainer__router_replay": "false"}
     tree = load(**shape, **head, orchestrator__max_inflight=1024, arena__capacity="8GiB")
@@ -96,24 +98,34 @@ def test_sixteen_gibibytes_of_heads_do_not_fit_an_arena_of_eight(load, monkeypat
     assert "max_inflight 1,024 x 16,384 tokens x 1,036.2 B = 16.2 GiB, arena.capacity is 8.0 GiB (configured)" in line
 
 
-def test_a_dev_shm_that_cannot_be_written_to_is_named(load, tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "SHM", Path("/proc/sys"))  # read-only for everybody
-    assert "/proc/sys cannot be written to (read-only, or not ours), and the arena is made there" in problems(load())
+def test_a_dev_shm_that_cannot_be_written_to_is_named(load, monkeypatch):
+    monkeypatch.setattr(host, "SHM", Path("/proc/sys"))  # read-only for everybody
+    (line,) = problems(load(arena__capacity="16MiB"))
+    assert "/proc/sys is missing or cannot be written to, and the arena is made there" in line
+    assert check(load(arena__capacity="16MiB", arena__backing="memfd")).capacity == 16 << 20
 
 
 def test_a_small_dev_shm_names_both_sizes_and_the_flag(load, monkeypatch):
-    monkeypatch.setattr(preflight, "free_shared_memory", lambda: (64 << 20) - 1)
-    (line,) = problems(load(arena__capacity="64MiB"))
-    assert "67,108,864 B" in line
-    assert "67,108,863 B free" in line
-    assert "--shm-size=128m" in line
-    monkeypatch.setattr(preflight, "free_shared_memory", lambda: 64 << 20)
-    assert check(load(arena__capacity="64MiB")).capacity == 64 << 20
+    small = 64 << 20
+    monkeypatch.setattr(memory.os, "statvfs", lambda _: SimpleNamespace(f_blocks=small, f_bavail=small, f_frsize=1))
+    assert check(load(arena__capacity="64MiB")).capacity == small
+    (line,) = problems(load(arena__capacity=small + 1))
+    assert f"{small + 1} bytes (64.0 MiB) are needed, /dev/shm has {small} bytes (64.0 MiB) available" in line
+    assert "--shm-size=65m" in line
+    assert check(load(arena__capacity=small + 1, arena__backing="memfd")).capacity == small + 1
+
+
+def test_a_file_arena_is_bounded_by_its_own_mount(load, tmp_path):
+    free = memory.limits(tmp_path)[0].free
+    found = problems(load(arena__capacity=free + (1 << 30), arena__backing="file", arena__base=tmp_path))
+    assert any(f"{tmp_path} has " in line and "free space there" in line for line in found)
+    (line,) = problems(load(arena__capacity="16MiB", arena__backing="file", arena__base=tmp_path / "none"))
+    assert f"{tmp_path}/none is missing" in line
 
 
 def test_the_default_capacity_is_half_of_what_is_free(load):
-    free = min(free_shared_memory(), psutil.virtual_memory().available)
-    assert check(load()).capacity == pytest.approx(free // 2, rel=0.1)
+    tree = load()
+    assert check(tree).capacity == pytest.approx(available_memory(tree.arena) // 2, rel=0.1)
 
 
 def test_a_taken_port_names_port_and_holder(load):
