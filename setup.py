@@ -49,6 +49,7 @@ setup(
         [
             extension("shmrl.arena._arena", "shmrl/arena/_arena.pyx", ARENA),
             extension("shmrl.arena._ctl", "shmrl/arena/_ctl.pyx", ARENA),
+            extension("shmrl.arena._dlpack", "shmrl/arena/_dlpack.pyx", []),
             extension("shmrl.payload._payload", "shmrl/payload/_payload.pyx", PAYLOAD),
         ],
         language_level=3,

@@ -1,12 +1,14 @@
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from typing_extensions import Buffer
 
 from shmrl.types import Handle
 
 _Handles = Handle | Iterable[Handle]
+
+def span_bytes(nbytes: int) -> int: ...
 
 class View:
     handle: Handle
@@ -18,6 +20,17 @@ class View:
     def rows(self) -> int: ...
     def __len__(self) -> int: ...
     def release(self) -> None: ...
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = ...,
+    ) -> Any: ...
     def _cut(self, start: int, rows: int, row_nbytes: int) -> None: ...
     def _tail(self) -> tuple[bytes, int, bool]: ...
     def __enter__(self) -> Self: ...

@@ -28,6 +28,7 @@ import warnings
 from os import strerror
 from time import sleep
 
+from shmrl.arena._dlpack import UNSAID, capsule
 from shmrl.errors import (
     AlreadyFreed, ArenaClosed, ArenaCorrupt, ArenaError, ForeignArena, NotOwner, NotSealed, PeerStalled,
     StaleHandle, TooManyProcesses, ViewsAlive,
@@ -115,6 +116,11 @@ cdef uint64_t column_tail(uint64_t nbytes):
     return 8 + 16 + 24 * (64 + 4) + 4 * ((nbytes + 511) // 512)
 
 
+def span_bytes(nbytes):
+    """What a reserve() of `nbytes` takes from the arena: with room for its tail, in whole pages or a cell."""
+    return srl_span_nbytes(nbytes + column_tail(nbytes))
+
+
 @cython.no_gc_clear
 cdef class View:
     """Read-only flat bytes of one block, or of one field's rows: the mapping itself; `np.frombuffer` copies nothing.
@@ -182,6 +188,19 @@ cdef class View:
             self.leaving = True
         else:
             self._drop()
+
+    @property
+    def __array_interface__(self):
+        """NumPy's protocol, version 3; data is a memoryview, since of any other object NumPy keeps no buffer."""
+        return dict(version=3, shape=(self.n,), typestr="|u1", data=memoryview(self))
+
+    def __dlpack_device__(self):
+        """(1, 0): memory of the host."""
+        return 1, 0
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=UNSAID):
+        """The array API standard's capsule, uint8 [nbytes], read-only; see `_dlpack.capsule` for who gets a copy."""
+        return capsule(self, stream, max_version, dl_device, copy)
 
     def _cut(self, Py_ssize_t start, Py_ssize_t rows, Py_ssize_t row_nbytes):
         """Narrows a fresh view to rows from byte `start` on, as the columns table has them."""

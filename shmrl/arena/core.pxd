@@ -88,6 +88,7 @@ cdef extern from "arena_live.h" nogil:
     void srl_queue_leave(srl_arena *a)
     bint srl_queue_first(const srl_arena *a)
     void srl_space_wait(srl_arena *a, uint32_t seen, uint64_t timeout_ns)
+    uint64_t srl_span_nbytes(uint64_t total)
     int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns)
     int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bint checked)
     int srl_abort(srl_arena *a, uint32_t slot, uint32_t gen)

@@ -29,6 +29,7 @@ import psutil
 import setproctitle
 
 from shmrl.arena import Arena
+from shmrl.arena.waiting import giving_up
 from shmrl.config.tables import Log
 from shmrl.env.chat import chat_format
 from shmrl.env.interface import Environment, Episode
@@ -206,20 +207,25 @@ class Worker:
 
     async def _keep(self, model: Model, meta: dict[str, Any], tag: str) -> tuple[Sample, ...]:
         """Encode in a thread; a cancelled episode waits for it, so that its failure is told after its last block."""
-        storing = asyncio.get_running_loop().run_in_executor(self._encoders, self._store, model, meta, tag)
+        wanted = threading.Event()
+        wanted.set()
+        storing = asyncio.get_running_loop().run_in_executor(self._encoders, self._store, model, meta, tag, wanted)
         try:
             return await asyncio.shield(storing)
         except asyncio.CancelledError:
+            wanted.clear()  # if it waits for space, others need that more
             await asyncio.wait([storing])
+            storing.exception()  # its failure was asked for
             raise
 
-    def _store(self, model: Model, meta: dict[str, Any], tag: str) -> tuple[Sample, ...]:
+    def _store(self, model: Model, meta: dict[str, Any], tag: str, wanted: threading.Event) -> tuple[Sample, ...]:
         """All branches or none: if one does not validate or finds no space, its siblings' blocks are freed."""
         samples: list[Sample] = []
         limits = {"timeout_s": self.settings["timeout_s"], "on_full": self.settings["on_full"]}
         try:
-            for branch in model.branches(meta):
-                samples.append(encode(self.arena, branch, tag, **limits))
+            with giving_up(wanted):
+                for branch in model.branches(meta):
+                    samples.append(encode(self.arena, branch, tag, **limits))
         except BaseException:
             self.arena.free([handle for sample in samples for handle in sample.handles])
             raise

@@ -7,6 +7,10 @@ seeded by (run seed, group number), so that the number of groups started is all 
 The staleness gate: a fresh group will be trained in step `target` = the step being collected plus the batches that are
 already buffered or under way. Its lag there is at least (target - 1) - served, so it starts only while that is within
 max_off_policy_steps. With 0 this is strictly synchronous: nothing of batch n starts before version n-1 serves.
+
+The arena's gate (`admission.py`): a fresh group also starts only if all of it will find room. Where the estimate was
+too low and writers wait for space that nobody can give (`relieve`), the youngest group is given up and starts again
+later; if there is only one, the arena is too small for the run, which then ends.
 """
 
 from __future__ import annotations
@@ -14,17 +18,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+from shmrl.arena.memory import human
 from shmrl.config import RunTree, TrainSource
+from shmrl.errors import RunError
+from shmrl.orchestrator.admission import HIGH, Admission, Room, Standstill, stored_bytes
 from shmrl.orchestrator.episodes import Ask, Episodes, Outcome
 from shmrl.orchestrator.sinks import Group, TrainSink
 from shmrl.orchestrator.sources import Source
 
+if TYPE_CHECKING:
+    from shmrl.arena import Arena
+
 log = logging.getLogger(__name__)
+
+STANDSTILL_S = 2.0  # nothing moves for this long and writers wait: something has to give
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +54,18 @@ class Running:
         """Episodes that can still be trained."""
         return self.group.size - self.failed
 
+    @property
+    def missing(self) -> int:
+        """Episodes that may still write."""
+        return self.wanted - len(self.group.results)
+
 
 class Dispatcher:
     """Keeps episodes of the train sources under way and hands finished groups to the sink.
 
     `attempt` is a short id of this process's life; it keeps group ids of attempts apart. `on_group` is called after
-    every group that left (finished or dropped), and when `failure` is set: something that ends the run.
+    every group that left (finished or dropped), and when `failure` is set: something that ends the run. `admission`
+    knows what groups of a source take of `arena`.
     """
 
     def __init__(
@@ -57,13 +76,20 @@ class Dispatcher:
         sink: TrainSink,
         attempt: str,
         on_group: Callable[[], None],
+        arena: Arena,
+        admission: Admission,
     ) -> None:
         self.step = 1  # the step whose batch is being collected
         self.served = 0  # the version the engines serve
         self.groups = 0  # groups started since step 1, over all attempts
         self.failure: BaseException | None = None
+        self.steps_out = 0  # steps that were cut and are not done: their blocks will come back
         self._tree, self._sources, self._episodes, self._sink = tree, list(sources), episodes, sink
         self._attempt, self._on_group = attempt, on_group
+        self._arena, self._admission = arena, admission
+        self._standstill = Standstill(STANDSTILL_S)
+        self._again: deque[Group] = deque()  # given up for want of room; they come first
+        self._returned = 0  # requests that ended, one way or another
         self._ratios = [source.config.ratio for source in sources if isinstance(source.config, TrainSource)]
         self._running: list[Running] = []
         self._unfinished: deque[Running] = deque()  # groups with episodes still to start
@@ -134,18 +160,99 @@ class Dispatcher:
             return None
         if self._unfinished:
             return self._unfinished[0]
-        return await self._fresh() if self._open_gate() else None
+        if not self._open_gate():
+            return None
+        source = self._again[0].source if self._again else self._drawn(self.groups)
+        return await self._fresh(source) if self._has_room(source) else None
 
-    async def _fresh(self) -> Running:
-        number = self.groups
+    def _drawn(self, number: int) -> Source:
+        """The source of a fresh group, by ratio."""
         draw = random.Random(f"{self._tree.run.seed}/{number}")
-        source = draw.choices(self._sources, self._ratios)[0]
-        task = await source.next_task()
-        self.groups += 1
-        running = Running(Group(source, f"{self._attempt}-{number}", number, task, source.group_size))
+        return draw.choices(self._sources, self._ratios)[0]
+
+    async def _fresh(self, source: Source) -> Running:
+        if self._again:
+            group = self._again.popleft()
+        else:
+            number, task = self.groups, await source.next_task()
+            self.groups += 1
+            group = Group(source, f"{self._attempt}-{number}", number, task, source.group_size)
+        running = Running(group)
         self._running.append(running)
         self._unfinished.append(running)
         return running
+
+    # --- room in the arena ---------------------------------------------------------------------------------------
+
+    def _room(self) -> Room:
+        pressure = self._arena.pressure()
+        promised = sum(self._episode_bytes(running.group.source) * running.missing for running in self._running)
+        ready = self.steps_out > 0 or self._sink.pending >= self._sink.batch
+        returning = ready or (not self._running and self._others_read())
+        return Room(pressure["used_bytes"], promised, pressure["capacity_bytes"], len(self._running), returning)
+
+    def _episode_bytes(self, source: Source) -> int:
+        return self._admission.episode_bytes(source.name)
+
+    def _has_room(self, source: Source) -> bool:
+        """Whether a fresh group of `source` may start; the log says when groups begin to wait, and when they go on."""
+        room, held = self._room(), self._admission.holding
+        nbytes = source.group_size * self._episode_bytes(source)
+        admitted = self._admission.admits(nbytes, room)
+        if held != self._admission.holding:
+            log.info(
+                "groups %s: %s of %s used, %d groups under way may write %s, one of %s takes about %s",
+                "wait for room in the arena" if self._admission.holding else "start again",
+                human(room.used), human(room.capacity), room.groups, human(room.promised), source.name, human(nbytes),
+            )  # fmt: skip
+        return admitted
+
+    def relieve(self) -> None:
+        """Called again and again while a batch is collected and no step is trained. When writers wait, nothing moves
+        and nobody reads, only giving up groups makes room: the youngest one that has something to give, and with it the
+        even younger ones, which have nothing to lose. The oldest goes on; RunError if it is alone."""
+        stats = self._arena.stats()
+        state = (stats["created"], stats["freed"], self._returned)
+        waiting = bool(self._arena.pressure()["waiting"])
+        if not self._standstill.observe(time.monotonic(), waiting, state) or self._others_read():
+            return
+        if len(self._running) == 1:
+            raise RunError(self._too_small(self._running[0].group))
+        others = self._running[1:]
+        giving = [index for index, running in enumerate(others) if running.group.results]
+        for running in reversed(others[giving[-1] if giving else 0 :]):
+            self._requeue(running)
+
+    def _others_read(self) -> bool:
+        """Whether a step's blocks are still there (a rank that lags behind): they will come back without our doing."""
+        return any(step for step in self._arena.stats(by="step")["by"])
+
+    def _requeue(self, running: Running) -> None:
+        """Give a group up for now. It gets another id, because its blocks may still be on their way out."""
+        group, room = running.group, self._room()
+        log.warning(
+            "no room in the arena for the %d groups under way: %s of %s used, and writers wait; group %s is given up "
+            "with %d of %d episodes done, and starts again later",
+            room.groups, human(room.used), human(room.capacity), group.id, len(group.results), group.size,
+        )  # fmt: skip
+        name, _, times = group.id.partition(".")
+        self._drop(running)
+        self._again.appendleft(replace(group, id=f"{name}.{int(times or 0) + 1}", results=[]))
+        self._episodes.requeued += 1
+
+    def _too_small(self, group: Group) -> str:
+        room, sink = self._room(), self._sink
+        episode = self._episode_bytes(group.source)
+        batch = int(sink.batch / sink.weight(1)) * episode
+        need = max(batch, group.size * episode, room.used + room.promised)
+        return (
+            f"the arena is too small: group {group.id} of source {group.source.name!r} cannot be finished. Its "
+            f"{group.size} episodes take about {human(group.size * episode)}, {human(room.used)} of "
+            f"{human(room.capacity)} are used, {sink.waiting_groups} finished groups wait for the rest of their batch "
+            f"(about {human(batch)} in all), and no step is being trained that would give any back. Set arena.capacity "
+            f"to {human(int(need / HIGH))} or more, or lower orchestrator.batch_size, orchestrator.group_size or "
+            "orchestrator.seq_len"
+        )
 
     # --- running -------------------------------------------------------------------------------------------------
 
@@ -189,8 +296,11 @@ class Dispatcher:
             for _ in ask.seeds:
                 self._episodes.permits.release()
             running.tasks.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+            self._returned += 1
             self.wake()
         good = [result for result in results if result.success]
+        for result in good:
+            self._admission.saw(ask.source.name, stored_bytes(result.samples))
         running.group.results += good
         running.failed += len(results) - len(good)
         self._settle(running)

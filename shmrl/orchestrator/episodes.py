@@ -101,6 +101,7 @@ class Episodes:
     def __init__(self, ledger: Ledger, run_id: str, permits: int, fail_limit: int) -> None:
         self.permits = asyncio.Semaphore(permits)
         self.rejected = 0  # episodes whose arrays did not validate
+        self.requeued = 0  # groups that were given up for want of room in the arena, to start again later
         self._ledger, self._run_id, self._fail_limit = ledger, run_id, fail_limit
         self._counts: Counter[Outcome] = Counter()
         self._failures: Counter[str] = Counter()  # since the last success

@@ -14,6 +14,7 @@ stops at once: the process releases what it holds and dies of the signal, so tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
@@ -29,6 +30,7 @@ from shmrl.errors import RunError
 from shmrl.inference.client import EngineClient
 from shmrl.monitor.metrics import LoopLag
 from shmrl.node.host import read_token, require_arena
+from shmrl.orchestrator.admission import Admission
 from shmrl.orchestrator.dispatcher import Dispatcher
 from shmrl.orchestrator.episodes import Episodes, reach, together
 from shmrl.orchestrator.ledger import Ledger
@@ -38,12 +40,14 @@ from shmrl.orchestrator.sinks import Batch, EvalSink, TrainSink
 from shmrl.orchestrator.sources import Source
 from shmrl.orchestrator.warmup import WarmUp
 from shmrl.payload import micro_batches_to_wire, pack
+from shmrl.payload.budget import bytes_per_token, longest_episode, model_shape
 from shmrl.types import MicroBatch, Sample
 
 log = logging.getLogger(__name__)
 
 FAILED_BATCHES = 3
 SETTLE_S = 10.0
+RELIEF_S = 0.25  # how often a batch that is being collected looks at the arena
 
 
 def main(tree: RunTree, resume: bool = False) -> int:
@@ -71,6 +75,12 @@ async def _run(tree: RunTree, resume: bool) -> int:
     return 0
 
 
+def _admission(tree: RunTree) -> Admission:
+    """An episode of which nothing is known yet is as long as it can be trained on."""
+    longest = longest_episode(tree) * sum(bytes_per_token(tree, model_shape(tree)).values())
+    return Admission(int(longest), spills=str(tree.arena.on_full) == "spill")
+
+
 class Orchestrator:
     """One run's orchestrator: owns the connections and the order of things; the parts own their rules."""
 
@@ -91,7 +101,9 @@ class Orchestrator:
         self.sources = [Source(tree, i, EnvClient(tree.env_address(i), token)) for i in range(len(tree.sources))]
         train = [source for source in self.sources if source.split == "train"]
         self.sink = TrainSink(tree, self.ledger, self.episodes)
-        self.dispatcher = Dispatcher(tree, train, self.episodes, self.sink, self.attempt, self._wake.set)
+        self.dispatcher = Dispatcher(
+            tree, train, self.episodes, self.sink, self.attempt, self._wake.set, self.arena, _admission(tree)
+        )
         self.evals = [EvalSink(s, self.ledger, self.episodes, self.attempt) for s in self.sources if s.split == "eval"]
         self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
         self.link = TrainerLink(tree.trainer_address, tree.trainer.ranks, token)
@@ -194,9 +206,13 @@ class Orchestrator:
                 return None
             if (batch := self.sink.cut(step)) is not None:
                 self.dispatcher.collecting(step + 1)  # at once: what starts from here on is for a later batch
+                self.dispatcher.steps_out += 1
                 return batch
+            if not self.dispatcher.steps_out:
+                self.dispatcher.relieve()
             self.dispatcher.wake()
-            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), RELIEF_S)
 
     async def _train(self, batch: Batch, collect_s: float) -> None:
         """Ship one step, serve what it publishes, and account for it once it is durable."""
@@ -211,6 +227,8 @@ class Orchestrator:
         await self._serve(path, step)
         metrics = await self.link.report(step, "train")
         self.ledger.report(step)
+        self.dispatcher.steps_out -= 1
+        self.dispatcher.wake()
         if due and not self._draining:
             metrics |= await self._evaluate(step)
             self.dispatcher.resume()

@@ -80,8 +80,13 @@ class StepReport:
         episodes = self._episodes
         counts = episodes.take_counts()
         rejected, episodes.rejected = episodes.rejected, 0
+        requeued, episodes.requeued = episodes.requeued, 0
         found: dict[str, float] = {f"episodes/{outcome}": count for outcome, count in counts.items()}
-        return found | {"off_policy/dropped": counts["stale"], "payload/rejected_branches": rejected}
+        return found | {
+            "off_policy/dropped": counts["stale"],
+            "payload/rejected_branches": rejected,
+            "orchestrator/requeued_groups": requeued,
+        }
 
     def _room(self) -> dict[str, float]:
         stats = self._arena.stats()

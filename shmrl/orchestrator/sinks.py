@@ -96,6 +96,11 @@ class TrainSink:
         """What is buffered, in the batch's unit."""
         return sum(self._size(episodes) for episodes in self._buffer)
 
+    @property
+    def waiting_groups(self) -> int:
+        """Finished groups that are buffered."""
+        return len(self._buffer)
+
     def weight(self, episodes: int) -> float:
         """How much `episodes` more will add to `pending`: their count, or tokens by the mean seen so far."""
         if not self._by_tokens:

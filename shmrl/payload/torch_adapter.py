@@ -1,4 +1,4 @@
-"""`TensorBatch` -> torch tensors; the one file of this room that imports torch. Called in a trainer rank.
+"""`TensorBatch` and views -> torch tensors; the one file of this room that imports torch. Called in a trainer rank.
 
 Tensors own their memory: on the CPU they are copies, so the batch may be reused as `out=` at once; on a device the
 copy is the transfer, which has ended when this returns. Ids stay narrow until they are on the device, then widen where
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shmrl.arena import View
 from shmrl.payload.batch import NamedFields, TensorBatch
 
 _SIGNED = {
@@ -72,10 +73,26 @@ def to_torch(batch: TensorBatch, device: Any = None) -> TorchBatch:
     )
 
 
+def view_to_torch(view: View, dtype: Any = np.uint8, device: Any = None) -> torch.Tensor:
+    """A view's bytes as a tensor of its own, [rows, row_nbytes // itemsize]; one dimension for a whole block.
+
+    torch knows no read-only memory: what it made of a view without a copy could write to the arena. dtype: NumPy's;
+    unsigned types widen as in the table above. ValueError if the bytes are no whole number of elements.
+
+    Example: view_to_torch(arena.get(handle, field="routing", rows=(0, 64)), np.uint8, "cuda:0") -> uint8 [64, 384]
+    """
+    array: NDArray[Any] = np.frombuffer(memoryview(view), np.dtype(dtype))
+    if view.row_nbytes > 1:
+        array = array.reshape(view.rows, -1)
+    return _tensor(array, torch.device("cpu" if device is None else device))
+
+
 def _tensor(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """A tensor of its own; unsigned types travel as signed bits and widen on the other side."""
     kind = f"{array.dtype.kind}{array.dtype.itemsize}"
-    if kind not in _SIGNED:
-        return torch.from_numpy(array).to(device, copy=True)
-    bits, wide, low = _SIGNED[kind]
-    return torch.from_numpy(array.view(bits)).to(device, copy=True).to(wide) & low
+    bits, wide, low = _SIGNED.get(kind, (array.dtype, None, 0))
+    shared = array.flags.writeable
+    if not shared:  # torch warns of read-only arrays, whatever becomes of them
+        array = array.copy()
+    tensor = torch.from_numpy(array.view(bits)).to(device, copy=shared)
+    return tensor if wide is None else tensor.to(wide) & low

@@ -40,7 +40,14 @@ def model_dir(tmp_path_factory) -> Path:
     files = {
         "tokenizer_config.json": {"chat_template": TEMPLATE, "eos_token": "<eos>", "bos_token": {"content": "<bos>"}},
         "generation_config.json": {"eos_token_id": [EOS, IM_END]},
-        "config.json": {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": EOS},
+        "config.json": {
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "eos_token_id": EOS,
+            "vocab_size": 264,
+            "max_position_embeddings": 1 << 16,
+        },
     }
     for name, content in files.items():
         (directory / name).write_text(json.dumps(content))

@@ -194,6 +194,18 @@ async def test_what_a_killed_worker_had_stored_is_freed(spec, arena_of_1mib, eng
         assert (stats["blocks"], stats["created"], stats["freed"]) == (0, 1, 1)
 
 
+async def test_a_cancelled_episode_gives_up_its_wait_for_space(spec, arena_of_1mib, engine):
+    """Its request ends at once, not at arena.timeout_s, and its first branch is freed: others need the room."""
+    engine.oracle = Oracle(stop_every=0)
+    config = server_config(arena_of_1mib.address, ENVS + "Turns", arena={"timeout_s": 3600})
+    async with serving(config) as (client, _):
+        task = Task("0", {"turns": 2, "branch": True})
+        flying = asyncio.create_task(rollout(client, task, spec(max_tokens=5000, max_model_len=1 << 16)))
+        await until(lambda: arena_of_1mib.pressure()["waiting"])
+        flying.cancel()
+        await until(lambda: not arena_of_1mib.pressure()["waiting"] and arena_of_1mib.stats()["blocks"] == 0)
+
+
 async def test_a_group_is_scored_together(hosted, spec, arena):
     async with hosted(ENVS + "Scored") as (client, _):
         (task,) = await client.tasks("train", 0, 1)

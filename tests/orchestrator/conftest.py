@@ -1,14 +1,17 @@
 """A real arena, seen by an env worker and by the orchestrator, and the orchestrator's parts around it."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
 from shmrl.arena import Arena
+from shmrl.orchestrator.admission import Admission
 from shmrl.orchestrator.dispatcher import Dispatcher
 from shmrl.orchestrator.episodes import Episodes
 from shmrl.orchestrator.ledger import Ledger
+from shmrl.orchestrator.loop import RELIEF_S
 from shmrl.orchestrator.sinks import TrainSink
 from shmrl.orchestrator.sources import Source
 from tests.env.conftest import model_dir  # noqa: F401 (a fixture: a tokenizer and a router's shape)
@@ -38,13 +41,14 @@ def parts(arena):
     """`parts(tree, clients)` -> ledger, episodes, sink, dispatcher and its background task, joined as in the loop."""
     tasks = []
 
-    def build(tree, clients, fail_limit=1000):
+    def build(tree, clients, fail_limit=1000, longest_bytes=2048):
         ledger = Ledger(arena, tree.trainer.ranks)
         episodes = Episodes(ledger, tree.run.name, tree.orchestrator.inflight, fail_limit)
         sources = [Source(tree, index, client) for index, client in enumerate(clients)]
         sink = TrainSink(tree, ledger, episodes)
         wake = asyncio.Event()
-        dispatcher = Dispatcher(tree, sources, episodes, sink, "a", wake.set)
+        admission = Admission(longest_bytes, spills=False)
+        dispatcher = Dispatcher(tree, sources, episodes, sink, "a", wake.set, arena, admission)
         made = SimpleNamespace(**locals())
         tasks.append(made)
         return made
@@ -67,8 +71,10 @@ async def collect(parts, step):
                 if (batch := parts.sink.cut(step)) is not None:
                     parts.dispatcher.collecting(step + 1)
                     return batch
+                parts.dispatcher.relieve()
                 parts.dispatcher.wake()
-                await parts.wake.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(parts.wake.wait(), RELIEF_S)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -1,37 +1,14 @@
 """What passes through the orchestrator does not depend on how long episodes are: bytes on its sockets, its memory."""
 
-import json
-
 import pytest
-from aiohttp import web
 
 from tests.orchestrator.test_run import CONFIG, Site
-from tests.support.fake_engine import FakeEngine, Oracle
+from tests.orchestrator.wide import ROW_NBYTES, Repeating, wide_model
 
 pytestmark = pytest.mark.timeout(300)
 
 SHORT, LONG = 100, 20_000
-LAYERS, TOP_K, STEPS = 48, 8, 10
-ROW_NBYTES = LAYERS * TOP_K
-
-
-class Repeating(FakeEngine):
-    """Says the same to every prompt of a length, so that an answer of megabytes is made once and sent as it is."""
-
-    def __init__(self, tokens):
-        super().__init__(Oracle(layers=LAYERS, top_k=TOP_K, experts=64, stop_every=0))
-        self.tokens, self._answers = tokens, {}
-
-    async def _generate(self, request):
-        body = await request.json()
-        length = len(body["token_ids"])
-        if length not in self._answers:
-            sampling = body["sampling_params"] | {"max_tokens": self.tokens - length, "top_k": -1, "logprobs": 0}
-            self._answers[length] = json.dumps({"choices": [self.choice([1] * length, sampling)]}).encode()
-        label = f'"version": "{self.version}"'.encode()
-        return web.Response(
-            body=self._answers[length].replace(b'"version": "0"', label), content_type="application/json"
-        )
+STEPS = 10
 
 
 async def _run(directory, model_dir, tokens, steps):
@@ -43,17 +20,17 @@ async def _run(directory, model_dir, tokens, steps):
         "seq_len = 256", f"seq_len = {LONG}"
     )
     directory.mkdir()
-    config = json.loads((model_dir / "config.json").read_text())
-    config |= {"num_hidden_layers": LAYERS, "num_experts": 64, "num_experts_per_tok": TOP_K}
-    model = directory / "model"
-    model.mkdir()
-    for file in model_dir.iterdir():
-        (model / file.name).symlink_to(file)
-    (model / "config.json").unlink()
-    (model / "config.json").write_text(json.dumps(config))
     async with (
         Repeating(tokens) as engine,
-        Site(directory, model, engine, text, "512MiB", run__max_steps=str(steps), trainer__head="0") as site,
+        Site(
+            directory,
+            wide_model(directory, model_dir),
+            engine,
+            text,
+            "512MiB",
+            run__max_steps=str(steps),
+            trainer__head="0",
+        ) as site,
     ):
         code, output = await site.orchestrate()
         assert code == 0, output

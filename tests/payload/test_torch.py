@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from shmrl.errors import ViewsAlive
 from shmrl.payload import Branch, assemble, encode
+from shmrl.payload.torch_adapter import view_to_torch
 from shmrl.types import MicroBatch
 from tests.payload.branches import make
 
@@ -47,3 +49,42 @@ def test_tensors_own_their_memory(arena):
     assert np.array_equal(batch.routing, before["routing"])
     batch.head_ids[:] = -1
     assert np.array_equal(tensors.head_ids.numpy(), before["head_ids"])
+
+
+@pytest.mark.parametrize("ask", [{}, {"copy": True}, {"device": "cpu"}], ids=str)
+def test_torch_never_gets_the_arena_to_write_to(arena, ask):
+    """torch 2.13 ignores the read-only mark of a capsule: what it gets is a copy."""
+    with arena.get(arena.put(b"abc")) as view:
+        tensor = torch.from_dlpack(view, **ask)
+        tensor[0] = 7
+        assert bytes(view) == b"abc"
+        assert tensor.tolist() == [7, 98, 99]
+        with pytest.raises(BufferError, match="leave out copy=False"):
+            torch.from_dlpack(view, copy=False)
+        view.release()  # nothing of it is held
+    arena.free(view.handle)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [(np.uint8, torch.uint8), (np.uint16, torch.int32), (np.uint32, torch.int64), (np.float32, torch.float32)],
+)
+def test_a_view_becomes_a_tensor_of_its_own(arena, dtype, wide):
+    rows = (np.arange(40) * 6_000 % 256 ** np.dtype(dtype).itemsize).astype(dtype).reshape(10, 4)
+    with arena.reserve(rows.nbytes) as block:
+        block.buffer[:] = rows.tobytes()
+        handle = block.seal(columns=[("rows", 0, rows.nbytes // 10, 10)])
+    whole = arena.get(handle)
+    assert view_to_torch(whole, dtype).tolist() == rows.ravel().tolist()
+    with arena.get(handle, field="rows", rows=(3, 7)) as view:
+        tensor = view_to_torch(view, dtype)
+        view.release()
+    assert (tensor.dtype, tensor.tolist()) == (wide, rows[3:7].tolist())
+    tensor[:] = 0
+    assert bytes(whole) == rows.tobytes()
+    array = np.from_dlpack(whole)
+    with pytest.raises(ViewsAlive):
+        whole.release()
+    del array
+    whole.release()
+    arena.free(handle)

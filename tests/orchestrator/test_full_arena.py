@@ -1,0 +1,78 @@
+"""A run in an arena that is far too small for what it is offered: nothing fails, nothing hangs, nothing is left."""
+
+import asyncio
+import signal
+import time
+
+import pytest
+
+from tests.orchestrator.conftest import until
+from tests.orchestrator.test_run import CONFIG, Site, said
+from tests.orchestrator.wide import Repeating, wide_model
+
+pytestmark = pytest.mark.timeout(300)
+
+MIB = 1 << 20
+TOKENS, STEPS, BATCH, AHEAD = 1000, 10, 16, 8
+EPISODE = 7 * 65536  # what one takes: 384 B of routing per token, and the rest
+
+
+def site(directory, model_dir, engine, capacity, *, batch=BATCH, group=4, **flags):
+    """Episodes of 448 KiB; as many may be under way as nine batches have."""
+    text = CONFIG.replace("batch_size = 8", f"batch_size = {batch}").replace("group_size = 4", f"group_size = {group}")
+    text = text.replace("top_p = 0.95, top_k = 32, max_tokens = 8", f"max_tokens = {TOKENS}")
+    text = text.replace("max_model_len = 256", "max_model_len = 2000").replace("seq_len = 256", f"seq_len = {TOKENS}")
+    given = {
+        "run__max_steps": str(STEPS), "trainer__head": "0", "orchestrator__max_off_policy_steps": str(AHEAD),
+        "orchestrator__max_inflight": str(batch * (AHEAD + 1)),
+    }  # fmt: skip
+    return Site(directory, wide_model(directory, model_dir), engine, text, capacity, **given | flags)
+
+
+async def test_fr_05_four_times_the_capacity_with_a_stopped_trainer(tmp_path, model_dir):
+    """Bounded memory, backpressure: new groups wait while the ranks are stopped, open ones finish, all are trained."""
+    capacity = 16 * MIB
+    assert 3.9 * capacity < (AHEAD + 1) * BATCH * EPISODE
+    async with Repeating(TOKENS) as engine, site(tmp_path, model_dir, engine, capacity) as one:
+        ranks = await one.ranks()
+        process = await one.spawn("-m", "shmrl", "orchestrator", one.file)
+        await said(process, "step 1/")
+        for rank in ranks:
+            rank.send_signal(signal.SIGSTOP)
+        await until(lambda: one.arena.stats()["used_bytes"] >= 10 * MIB)
+        for rank in ranks:
+            rank.send_signal(signal.SIGCONT)
+        output, _ = await asyncio.wait_for(process.communicate(), 120)
+        assert process.returncode == 0, output.decode()
+        assert "groups start again" in output.decode()
+        for rank in ranks:
+            await asyncio.wait_for(rank.communicate(), 20)
+        lines, stats = one.lines("metrics.jsonl"), one.arena.stats()
+        assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+        assert [line["episodes/shipped"] for line in lines] == [BATCH] * STEPS
+        assert sum(line["episodes/failed"] + line["episodes/timed_out"] for line in lines) == 0
+        assert stats["created"] * EPISODE >= 4 * capacity
+        assert 0.5 * capacity < stats["peak_bytes"] <= capacity
+        assert (stats["blocks"], stats["used_bytes"]) == (0, 0)
+
+
+async def test_a_group_that_is_larger_than_the_arena_is_refused_in_seconds(tmp_path, model_dir):
+    async with (
+        Repeating(TOKENS) as engine,
+        site(tmp_path, model_dir, engine, 2 * MIB, batch=8, group=8) as one,
+    ):
+        ranks = await one.ranks()
+        process = await one.spawn("-m", "shmrl", "orchestrator", one.file)
+        await said(process, "ready: ")
+        began = time.monotonic()
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
+        assert time.monotonic() - began < 20
+        assert process.returncode == 1
+        text = output.decode()
+        assert "RunError: the arena is too small: group" in text
+        assert "of source 'words' cannot be finished. Its 8 episodes take about 3." in text
+        assert "of 2.0 MiB are used, 0 finished groups wait for the rest of their batch" in text
+        assert "Set arena.capacity to 3." in text
+        for rank in ranks:
+            rank.kill()
+        assert one.arena.stats()["blocks"] == 0
