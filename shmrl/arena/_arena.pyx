@@ -820,7 +820,7 @@ cdef class Core:
         cdef srl_header *h = self.a.h
         if not srl_counts_are_sane(&self.a):
             check(-EUCLEAN, "header:")
-        return dict(capacity=self.data_nbytes, boot=h.boot, committed_pages=h.committed_pages,
+        return dict(capacity=self.data_nbytes, used_bytes=h.used_bytes, boot=h.boot, committed_pages=h.committed_pages,
                     max_pages=self.a.max_pages, max_blocks=self.a.max_blocks, table_committed=h.table_committed,
                     table_step=h.table_step, huge=h.huge)
 
