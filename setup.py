@@ -1,8 +1,9 @@
 """Builds the C core and its bindings. Everything declarative is in pyproject.toml.
 
 SHMRL_SANITIZE=address|undefined|thread builds with that gcc sanitizer and frame pointers (run Python with
-LD_PRELOAD=$(gcc -print-file-name=libasan.so) for ASan). SHMRL_FULL_API=1 builds for this interpreter alone instead of
-the limited API (abi3, CPython >= 3.11).
+LD_PRELOAD=$(gcc -print-file-name=libasan.so) for ASan); several with commas. SHMRL_CRASH_POINTS=1 builds for
+tests/arena/crashes.py: the process dies where it was told to. SHMRL_FULL_API=1 builds for this interpreter alone
+instead of the limited API (abi3, CPython >= 3.11).
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from setuptools import Extension, setup
 
 ABI3 = not os.environ.get("SHMRL_FULL_API")
 SANITIZER = os.environ.get("SHMRL_SANITIZE")
+CRASH_POINTS = os.environ.get("SHMRL_CRASH_POINTS")
 
 compile_args = ["-std=c11", "-O3", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fno-strict-aliasing"]
 link_args: list[str] = []
 if SANITIZER:
-    compile_args += [f"-fsanitize={SANITIZER}", "-g", "-O1", "-fno-omit-frame-pointer"]
+    compile_args += [f"-fsanitize={SANITIZER}", "-g", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
     link_args += [f"-fsanitize={SANITIZER}"]
 
 macros: list[tuple[str, str | None]] = [("_GNU_SOURCE", None)]
 if ABI3:
     macros.append(("Py_LIMITED_API", "0x030B0000"))
+if CRASH_POINTS:
+    compile_args += ["-O0"]
+    macros.append(("SRL_CRASH_POINTS", None))
 
 
 def extension(name: str, pyx: str, sources: list[str]) -> Extension:
@@ -42,6 +47,8 @@ def extension(name: str, pyx: str, sources: list[str]) -> Extension:
 
 
 ARENA = [str(path) for path in sorted(Path("csrc").glob("arena_*.c"))] + ["csrc/copy.c", "csrc/crc32c.c"]
+if CRASH_POINTS:
+    ARENA.append("tests/arena/crash_points.c")
 PAYLOAD = [str(path) for path in sorted(Path("csrc").glob("payload_*.c"))]
 
 setup(

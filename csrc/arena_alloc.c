@@ -11,7 +11,8 @@
 #include <errno.h>
 #include <string.h>
 
-#define LOOKS 16 /* spans of the own bin examined before the next bin is taken, whose every span fits */
+/* Spans of the own bin that are examined (nearly always all of it) before a longer one is cut. */
+#define LOOKS 32
 
 static unsigned bin_of(uint32_t n) {
     if (n < 8)

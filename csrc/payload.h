@@ -57,6 +57,12 @@ int srl_check_kept(const int32_t *kept, const int32_t *counts, const int32_t *sa
  * character, -ENOSPC if out is too small. */
 int64_t srl_base64_decode(const char *text, int64_t length, uint8_t *out, int64_t capacity, int64_t *where);
 
+/* Decodes from the front while all is well -> characters decoded, a multiple of 4. out has length / 4 * 3. */
+int64_t srl_decode_front(const char *text, int64_t length, uint8_t *out);
+
+/* Rows of 8 ids from the front that pass srl_check_ids; there may be more of them. */
+int64_t srl_good_rows_of_8(const uint8_t *ids, int64_t rows, int64_t limit);
+
 /* All copies, in order. -ERANGE with *where at the first impossible one; then nothing was copied. */
 int srl_gather(const srl_block_t *blocks, int64_t nblocks, const srl_copy_t *copies, int64_t count,
                uint8_t *dst, int64_t dst_nbytes, int64_t *where);

@@ -7,8 +7,8 @@
  * this row's ids; the stamp changes per row, so the scratch is cleared only when it wraps. */
 #define CHECK_IDS(T)                                                                                         \
     do {                                                                                                     \
-        const T *row = ids;                                                                                  \
-        for (int64_t r = 0; r < rows; r++, row += k) {                                                       \
+        const T *row = (const T *)ids + first * k;                                                           \
+        for (int64_t r = first; r < rows; r++, row += k) {                                                   \
             if (++stamp == 0) {                                                                              \
                 for (int64_t i = 0; i < limit; i++)                                                          \
                     seen[i] = 0;                                                                             \
@@ -33,6 +33,7 @@
 int srl_check_ids(const void *ids, srl_int_t type, int64_t rows, int64_t k, int64_t limit, uint32_t *seen,
                   int64_t *where) {
     uint32_t stamp = 0;
+    int64_t first = type == SRL_U8 && k == 8 ? srl_good_rows_of_8(ids, rows, limit) : 0;
     switch (type) {
     case SRL_U8:
         CHECK_IDS(uint8_t);
@@ -141,7 +142,9 @@ int64_t srl_base64_decode(const char *text, int64_t length, uint8_t *out, int64_
     if (nbytes > capacity)
         return -ENOSPC;
     int64_t whole = padding ? length - 4 : length;
-    for (int64_t i = 0; i < whole; i += 4, out += 3) {
+    int64_t front = srl_decode_front(text, whole, out);
+    out += front / 4 * 3;
+    for (int64_t i = front; i < whole; i += 4, out += 3) {
         int a = table[(uint8_t)text[i]], b = table[(uint8_t)text[i + 1]];
         int c = table[(uint8_t)text[i + 2]], d = table[(uint8_t)text[i + 3]];
         if ((a | b | c | d) < 0) {

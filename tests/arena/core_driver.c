@@ -1,5 +1,5 @@
 /* The C core alone, over malloc'd or anonymous shared memory: `threads` and `duel` for races, `takeover`
- * and `stopped` for the lock, `wrap` for the last generation, `publish` for bytes that only the word hands over.
+ * and `stopped` for the lock, `wrap` for the last generation, `publish` [rounds] for bytes that only the word hands over.
  *
  * Built and run by test_core.py. Every "process" of the core is a thread, or a forked child that is killed.
  * Prints "ok" or what is wrong.
@@ -28,6 +28,7 @@ static uint8_t *ctl, *data;
 static uint64_t ctl_size;
 static uint64_t board[BOARD]; /* slot | generation << 32 of blocks that may exist */
 static int faults, reads;
+static long rounds = ROUNDS; /* of publish */
 
 static int nobody_dies(void *ctx, unsigned p) {
     return 0;
@@ -209,7 +210,7 @@ static void duel(void) {
 /* Reads the one block as soon as its word says so: nothing else orders the bytes. */
 static void *publisher(void *arg) {
     srl_arena *a = arg;
-    for (int i = 0; i < ROUNDS; i++) {
+    for (long i = 0; i < rounds; i++) {
         srl_request r = {.nbytes = 64, .tag = "run/p", .tag_len = 5};
         if (srl_reserve(a, &r, srl_now_ns(CLOCK_MONOTONIC) + 1000000000u))
             return wrong("no block"), NULL;
@@ -333,8 +334,10 @@ int main(int argc, char **argv) {
     } modes[] = {
         {"threads", threads}, {"duel", duel}, {"publish", publish},
         {"takeover", takeover}, {"stopped", stopped}, {"wrap", wrap}};
+    if (argc > 2)
+        rounds = atol(argv[2]);
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
-        if (argc == 2 && !strcmp(argv[1], modes[i].name))
+        if (argc > 1 && !strcmp(argv[1], modes[i].name))
             modes[i].run();
     printf(faults ? "%d faults\n" : "ok\n", faults);
     return faults != 0;

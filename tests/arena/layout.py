@@ -39,6 +39,11 @@ def at(name):
     return _probed()[name]
 
 
+def size(name):
+    """sizeof of a header, process, page or block."""
+    return _probed()[name]
+
+
 def block(ctl, slot):
     """Offset of a descriptor: word, offset, nbytes, nonce, birth_ns, span, 8 bytes each, and so on."""
     return table(ctl, "blocks") + slot * _probed()["block"]

@@ -122,3 +122,18 @@ def storm(address, kills, workers, seed):
         os.waitpid(pid, 0)
     print(bad or f"kills={kills}", flush=True)
     sys.stdin.readline()
+
+
+def settled(arena):
+    """After a storm, seen by who is attached: recovers, checks, discards everything, checks -> blocks ever made."""
+    arena.sweep()
+    assert arena.fsck() == []
+    assert all(row["held_by"] == [] for row in arena.ls())
+    stats = arena.stats(by="source", exact=True)
+    assert stats["blocks"] == stats["orphaned"]
+    assert sum(row["bytes"] for row in stats["by"].values()) == stats["used_bytes"]
+    arena.discard("run")
+    stats = arena.stats(exact=True)
+    assert (stats["blocks"], stats["used_bytes"], stats["created"] - stats["freed"]) == (0, 0, 0)
+    assert arena.fsck() == []
+    return stats["created"]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.arena.test_crashes import build
+
 ENV = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the driver ends with its memory
 ROOT = Path(__file__).parents[2]
 CORE = [
@@ -61,3 +63,10 @@ def test_the_lock_of_a_dead_process_is_taken_over_and_of_a_stopped_one_is_not(bu
     run(binary, "duel")
     run(binary, "takeover")
     run(binary, "stopped")
+
+
+def test_every_waiter_behind_a_dead_holder_goes_on(tmp_path):
+    """Over real byte locks; how soon is benches/bench_takeover.py's."""
+    driver = build(tmp_path, "takeover_driver", ["-O1"])
+    done = subprocess.run([driver, "20", "1000"], capture_output=True, text=True, timeout=120, check=True)
+    assert len(done.stdout.split()) == 20

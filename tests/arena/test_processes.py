@@ -308,23 +308,33 @@ def test_a_long_wait_says_for_whom_and_then_less_often(arena, helper, monkeypatc
     assert other.wait() == 0
 
 
-def test_a_stopped_holder_of_the_lock_is_named_at_the_deadline(arena, helper):
-    handles = [arena.put(b"") for _ in range(50_000)]
-    hog = helper(lock_hog, arena.address)
-    hog.line()
-    for _ in range(100):  # until a stop hits it inside
-        time.sleep(0.01)  # any moment will do
+def stopped_inside(arena, hog, handles):
+    """Stops the hog at any moment until one of them is inside the lock -> the error that says so."""
+    for _ in range(100):
+        time.sleep(0.01)
         hog.signal(signal.SIGSTOP)
         try:
             handles.append(arena.put(b"", timeout_s=0.3))
         except PeerStalled as error:
-            stalled = error
-            break
+            return error
         hog.signal(signal.SIGCONT)
+    raise AssertionError("never stopped inside")
+
+
+def test_a_stopped_holder_of_the_lock_is_named_at_the_deadline(arena, helper):
+    handles = [arena.put(b"") for _ in range(50_000)]
+    hog = helper(lock_hog, arena.address)
+    hog.line()
+    stalled = stopped_inside(arena, hog, handles)
     assert stalled.pid == hog.process.pid
     assert 0.2 < stalled.held_s < 5
+    with pytest.raises(PeerStalled):  # however long it is stopped
+        arena.put(b"", timeout_s=0.5)
+    hog.signal(signal.SIGCONT)
+    handles.append(arena.put(b"", timeout_s=30))  # passed on by its owner
+    stopped_inside(arena, hog, handles)
     hog.kill()
-    handles.append(arena.put(b"", timeout_s=5))  # taken over from the dead
+    handles.append(arena.put(b"", timeout_s=30))  # taken over from the dead
     assert arena.free(handles) == len(handles)
     assert arena.fsck() == []
 

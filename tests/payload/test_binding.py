@@ -1,6 +1,8 @@
 """The C functions at their edges; what they do inside is tested through the functions that call them."""
 
 import base64
+import errno
+import itertools
 
 import numpy as np
 import pytest
@@ -118,3 +120,29 @@ def test_ids_far_apart_are_still_distinct():
     limit = 1 << 20
     ids = np.array([[limit - 1, 0], [0, limit - 1]], np.uint32)
     assert _payload.check_ids(ids, 4, 2, 2, limit) == (0, -1)
+
+
+@pytest.mark.parametrize("wrong", b"@[`{.:*,-=\x00\x80\xff")
+def test_a_wrong_character_is_found_wherever_it_is(wrong):
+    """Neighbours of what is allowed, in the part that is decoded 32 at a time and behind it."""
+    text = base64.b64encode(bytes(range(90)))
+    for position in range(len(text) - 2):
+        broken = text[:position] + bytes([wrong]) + text[position + 1 :]
+        assert _payload.decode_base64(broken, bytearray(90)) == -1 - position
+
+
+def test_every_repeated_id_of_a_row_of_eight_is_found():
+    """Any pair in any of seven rows: the first is named by its second occurrence, as for other widths."""
+    for row, first, second in itertools.product(range(7), range(8), range(8)):
+        ids = np.tile(np.arange(248, 256, dtype=np.uint8), (7, 1))
+        ids[row, second] = ids[row, first]
+        wanted = (0, -1) if first == second else (-errno.EEXIST, 8 * row + max(first, second))
+        assert _payload.check_ids(ids, 1, 7, 8, 256) == wanted
+
+
+@pytest.mark.parametrize("limit", [9, 128, 129, 255])
+def test_every_id_beyond_the_limit_is_found(limit):
+    for row, column in itertools.product(range(7), range(8)):
+        ids = np.tile(np.arange(8, dtype=np.uint8), (7, 1))
+        ids[row, column] = limit
+        assert _payload.check_ids(ids, 1, 7, 8, limit) == (-errno.EDOM, 8 * row + column)

@@ -1,0 +1,117 @@
+"""Faults that users of comparable systems met, as tests of the arena. Those that had a test already are found here:
+
+SH-01  a reader's exit removes the segment       below; test_processes.py::test_attaching_and_leaving_changes_nothing
+SH-02  SIGBUS when tmpfs is full                 test_memory.py: ..._an_error_not_a_signal, ..._crashes_nobody
+SH-05  SIGKILL leaks segments                    test_storms.py: a whole run; test_crashes_python.py: at every point
+SH-08  pid liveness is wrong across namespaces   below; test_processes.py::..._in_another_pid_namespace_is_alive
+SH-10  no ordering between data and flag         below; test_core.py under ThreadSanitizer
+SH-11  a writer waits for a dead reader          test_processes.py::test_a_put_goes_on_when_the_holder_is_killed
+SH-12  waiting is mistaken for the fault         test_processes.py::test_a_long_wait_says_for_whom_and_then_less_often
+SH-20  names collide, a stale file is in the way below; test_files.py::test_the_next_create_removes_the_dead_...
+SH-22  a result arrives after it was dropped     below
+SH-25  kernel-owned lifetime                     test_memory.py: a read-only /dev/shm; test_storms.py[memfd]
+"""
+
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from shmrl.arena import Arena, files
+from shmrl.errors import AlreadyFreed
+from tests.arena import layout
+from tests.arena.test_core import ROOT
+from tests.arena.test_corruption import words, write
+from tests.arena.test_crashes import build
+from tests.arena.test_processes import reader
+
+ENDS = ("pass", "a.close()", "sys.exit(3)", "raise RuntimeError('mine')", "os._exit(0)")
+
+
+def interpreters():
+    """{version: path} of this one, and of others that can import what the arena needs: one shared object serves all."""
+    names = [os.environ.get("SHMRL_TEST_PYTHONS", "").split(os.pathsep), [f"python3.{n}" for n in range(11, 15)]]
+    found = {sys.executable: sys.version_info[:2]}
+    for name in filter(None, [path for group in names for path in group]):
+        path = shutil.which(name)
+        code = "import sys, posix_ipc; print(*sys.version_info[:2])"
+        done = path and subprocess.run([path, "-c", code], capture_output=True, text=True)
+        if done and done.returncode == 0:
+            found.setdefault(path, tuple(map(int, done.stdout.split())))
+    return {version: path for path, version in found.items()}
+
+
+@pytest.mark.parametrize("version", interpreters())
+def test_sh_01_a_reader_that_exits_removes_nothing(arena, version):
+    handle = arena.put(b"abcd")
+    for end in ENDS:
+        code = (
+            "import os, sys; from shmrl.arena import Arena, Handle;"
+            f"a = Arena.attach({arena.address!r}); print(bytes(a.get(Handle.parse({str(handle)!r}))))\n{end}"
+        )
+        done = subprocess.run(
+            [interpreters()[version], "-W", "ignore::ResourceWarning", "-c", code],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert done.stdout in ("b'abcd'\n", ""), done.stderr  # os._exit flushes nothing
+        assert "resource_tracker" not in done.stderr
+        assert "leaked" not in done.stderr
+        assert ("Traceback" in done.stderr) == end.startswith("raise")
+    with arena.get(handle, verify=True) as view:
+        assert bytes(view) == b"abcd"
+    arena.sweep()
+    arena.free(handle)
+
+
+def test_sh_08_a_dead_holder_whose_pid_lives_again_is_swept(arena, helper):
+    handle = arena.put(b"abcd")
+    other = helper(reader, arena.address, handle)
+    assert other.line() == "abcd"
+    other.signal(signal.SIGSTOP)
+    with words(arena) as ctl:
+        pid_at = layout.PROCESSES_OFF + layout.size("process") + 24
+        assert struct.unpack_from("<Q", ctl, pid_at)[0] == other.process.pid
+        write(ctl, pid_at, 999_999_999)  # a pid that nobody has: alive all the same
+        assert arena.sweep() == 0
+        write(ctl, pid_at, os.getpid())  # a pid that somebody else has: dead all the same
+        other.kill()
+        assert arena.sweep() == 1
+    arena.sweep()
+    assert arena.holders(handle)["held_by"] == []
+    arena.free(handle)
+
+
+@pytest.mark.long
+def test_sh_10_ten_million_payloads_are_never_torn(tmp_path):
+    driver = build(tmp_path, "core_driver", ["-O2"])
+    done = subprocess.run([driver, "publish", "10000000"], capture_output=True, text=True, timeout=170)
+    assert (done.stdout, done.returncode) == ("ok\n", 0)
+
+
+def test_sh_20_two_runs_at_once_share_no_name(arena):
+    with Arena.create("1MiB", run_id="test") as other:
+        ours, theirs = (files.parse(one.address).key for one in (arena, other))
+        assert len(ours) == len(theirs) == 32  # 128 bits
+        assert ours != theirs
+        other.free(other.put(b"x"))
+        assert arena.stats()["created"] == 0
+        other.unlink()
+    assert len([path for path in files.SHM.iterdir() if ours in path.name]) == 3
+
+
+def test_sh_22_results_of_a_cancelled_group_are_freed_as_they_arrive(arena):
+    late = [arena.reserve(70_000, tag=f"run/e/g7/{i}") for i in range(3)]
+    kept = arena.put(b"kept", tag="run/e/g70/0")
+    assert arena.discard("run/e/g7") == 3
+    for block in late:
+        with pytest.raises(AlreadyFreed, match="discarded"):
+            block.seal()
+    stats = arena.stats(exact=True)
+    assert (stats["blocks"], stats["created"], stats["freed"]) == (1, 4, 3)
+    assert arena.free(kept) == 1

@@ -1,0 +1,244 @@
+"""Random histories of verbs by three processes, any of which may be killed at any time, against a dict."""
+
+import builtins
+import os
+import signal
+from multiprocessing.connection import Listener
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from shmrl import errors
+from shmrl.arena import Arena
+from tests.arena.machine import Block, Model
+from tests.arena.players import nursery
+
+PLAYERS = st.sampled_from("abc")
+TAGS = st.sampled_from(("run/x/1", "run/x/10", "run/y"))
+SIZES = st.sampled_from((0, 1, 255, 300, 4096, 33_000, 65_536, 65_537, 200_000))
+READERS = st.integers(1, 2)
+PICK = st.integers(0, 1 << 20)
+
+
+class Remote:
+    """A player in a process of its own: a call returns its answer or raises its error."""
+
+    def __init__(self, nursery, listener, address):
+        nursery.say(f"{listener.address} {address}")
+        self.pipe = listener.accept()
+        self.pid = self.pipe.recv()
+
+    def __call__(self, verb, *args, **kwargs):
+        self.pipe.send((verb, args, kwargs))
+        assert self.pipe.poll(60), f"{verb} hangs"
+        kind, value = self.pipe.recv()
+        if kind == "error":
+            raise getattr(errors, value, None) or getattr(builtins, value)
+        return value
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+        with pytest.raises((EOFError, ConnectionResetError)):
+            self.pipe.recv()
+        self.pipe.close()
+
+
+class Machine(RuleBasedStateMachine):
+    """`arena` only looks and sweeps; everything else is done by the players."""
+
+    nursery = listener = None  # of the test that runs it
+
+    def __init__(self):
+        super().__init__()
+        self.arena = Arena.create("16MiB", run_id="machine")
+        self.model, self.players, self.unsealed = Model(), {}, {}
+
+    def player(self, name):
+        if name not in self.players:
+            self.players[name] = Remote(self.nursery, self.listener, self.arena.address)
+        return self.players[name]
+
+    def handle(self, pick):
+        return list(self.model.blocks)[pick % len(self.model.blocks)]
+
+    def expect(self, error, name, verb, *args, **kwargs):
+        """Calls; the error must be this one, if any -> the answer."""
+        if error is None:
+            return self.player(name)(verb, *args, **kwargs)
+        with pytest.raises(error):
+            self.player(name)(verb, *args, **kwargs)
+        return None
+
+    # -------------------------------------------------------------------------------------------------- writing
+
+    @rule(name=PLAYERS, nbytes=SIZES, tag=TAGS, checked=st.booleans())
+    def put(self, name, nbytes, tag, checked):
+        data = bytes([self.model.created % 256]) * nbytes
+        handle = self.player(name)("put", data, tag, checked)
+        self.model.add(handle, Block(data, tag, name, checked))
+
+    @rule(name=PLAYERS, rows=st.sampled_from((0, 1, 600, 20_000)), tag=TAGS)
+    def reserve(self, name, rows, tag):
+        key = self.model.created
+        self.player(name)("reserve", key, 10 * rows + 7, tag)
+        self.unsealed[key] = [name, rows, tag, False]
+        self.model.created += 1
+
+    @precondition(lambda self: self.unsealed)
+    @rule(seal=st.booleans(), checked=st.booleans())
+    def seal_or_abort(self, seal, checked):
+        key, (name, rows, tag, discarded) = self.unsealed.popitem()
+        if not seal:
+            return self.player(name)("abort", key)
+        data = (key % 200).to_bytes(1, "little") * (10 * rows) + b"restful"
+        columns = [("text", 10 * rows, 1, 7), ("rows", 0, 10, rows)]
+        error = errors.AlreadyFreed if discarded else None
+        handle = self.expect(error, name, "seal", key, data, columns, checked)
+        if handle:
+            self.model.blocks[handle] = Block(data, tag, name, checked, rows)
+        return None
+
+    # -------------------------------------------------------------------------------------------------- reading
+
+    @precondition(lambda self: self.model.blocks)
+    @rule(name=PLAYERS, pick=PICK, keep=st.booleans(), verify=st.booleans())
+    def get(self, name, pick, keep, verify):
+        handle = self.handle(pick)
+        block = self.model.blocks[handle]
+        error = self.model.readable(handle) or (errors.ChecksumError if verify and not block.checked else None)
+        data = self.expect(error, name, "get", handle, keep, verify=verify)
+        if error is None:
+            assert data == block.data
+            block.holders.update({name: block.holders.get(name, 0) + 1} if keep else {})
+
+    @precondition(lambda self: self.model.blocks)
+    @rule(name=PLAYERS, pick=PICK, start=st.integers(0, 700), count=st.integers(0, 700))
+    def get_rows(self, name, pick, start, count):
+        handle = self.handle(pick)
+        block = self.model.blocks[handle]
+        wrong = ValueError if block.rows is None or start + count > block.rows else None
+        error = self.model.readable(handle) or wrong
+        data = self.expect(error, name, "get", handle, False, field="rows", rows=(start, start + count))
+        if error is None:
+            assert data == block.data[10 * start : 10 * (start + count)]
+
+    @rule(name=PLAYERS)
+    def get_many(self, name):
+        blocks = {handle: block for handle, block in self.model.blocks.items() if not block.retired}
+        assert self.player(name)("get_many", list(blocks)) == [block.data for block in blocks.values()]
+
+    @precondition(lambda self: any(block.holders for block in self.model.blocks.values()))
+    @rule(pick=PICK)
+    def release(self, pick):
+        held = [(handle, name) for handle, block in self.model.blocks.items() for name in block.holders]
+        handle, name = held[pick % len(held)]
+        self.player(name)("release", handle)
+        self.model.blocks[handle].release(name)
+
+    # ------------------------------------------------------------------------------------------------ ownership
+
+    @precondition(lambda self: self.model.blocks)
+    @rule(name=PLAYERS, pick=PICK)
+    def adopt(self, name, pick):
+        handle = self.handle(pick)
+        error = self.model.readable(handle)
+        self.expect(error, name, "adopt", handle)
+        if error is None:
+            self.model.blocks[handle].owner = name
+
+    @precondition(lambda self: self.model.blocks)
+    @rule(name=PLAYERS, pick=PICK, readers=READERS)
+    def ship(self, name, pick, readers):
+        handle = self.handle(pick)
+        error = self.model.shippable(handle, name)
+        self.expect(error, name, "ship", handle, readers)
+        if error is None:
+            self.model.ship(handle, readers)
+
+    @precondition(lambda self: self.model.blocks)
+    @rule(name=PLAYERS, pick=PICK, reader=READERS)
+    def done(self, name, pick, reader):
+        handle = self.handle(pick)
+        self.expect(self.model.done(handle, reader), name, "done", handle, reader)
+
+    @precondition(lambda self: self.model.blocks)
+    @rule(name=PLAYERS, pick=PICK)
+    def free(self, name, pick):
+        handle = self.handle(pick)
+        error = self.model.freeable(handle, name)
+        answer = self.expect(error, name, "free", handle)
+        if error is None:
+            assert answer == 1
+            self.model.blocks[handle].retired = True
+
+    @rule(name=PLAYERS, prefix=st.sampled_from(("run", "run/x", "run/x/1", "run/y")))
+    def discard(self, name, prefix):
+        assert self.player(name)("discard", prefix) == self.model.discard(prefix) + self.discard_unsealed(prefix)
+
+    def discard_unsealed(self, prefix):
+        found = [one for one in self.unsealed.values() if not one[3] and f"{one[2]}/".startswith(f"{prefix}/")]
+        for one in found:
+            one[3] = True
+        return len(found)
+
+    # ------------------------------------------------------------------------------------------- coming and going
+
+    @precondition(lambda self: self.players)
+    @rule(pick=PICK, killed=st.booleans())
+    def leave(self, pick, killed):
+        name = sorted(self.players)[pick % len(self.players)]
+        one = self.players.pop(name)
+        if killed:
+            one.kill()
+            while not self.arena.sweep():  # the kernel lets go of its byte a moment after it closed our pipe
+                pass
+        else:
+            one("close")
+            one.pipe.close()
+        self.model.leave(name)
+        self.unsealed = {key: value for key, value in self.unsealed.items() if value[0] != name}
+
+    @invariant()
+    def the_arena_is_what_the_model_says(self):
+        stats = self.arena.stats(by="source", exact=True)
+        living = self.model.living()
+        assert self.arena.fsck() == []
+        assert stats["blocks"] == len(living) + len(self.unsealed)
+        assert stats["created"] == stats["freed"] + stats["blocks"] == self.model.created
+        assert stats["used_bytes"] == sum(row["bytes"] for row in stats["by"].values())
+        assert stats["used_bytes"] >= sum(len(block.data) for block in living.values())
+        assert stats["orphaned"] == sum(block.owner is None and not block.retired for block in living.values())
+
+    def teardown(self):
+        for one in self.players.values():
+            one.kill()
+        self.arena.close()
+        self.arena.unlink()
+
+
+def run(helper, tmp_path, examples, steps):
+    with Listener(str(tmp_path / "players"), backlog=8) as listener:
+        Machine.nursery, Machine.listener = helper(nursery), listener
+        run_state_machine_as_test(
+            Machine,
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=steps,
+                deadline=None,
+                derandomize=examples < 100,
+                suppress_health_check=list(HealthCheck),
+                print_blob=True,
+            ),
+        )
+
+
+def test_the_arena_does_what_a_dict_would(helper, tmp_path):
+    run(helper, tmp_path, 25, 40)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_arena_does_what_a_dict_would_for_long(helper, tmp_path):
+    run(helper, tmp_path, 1000, 80)
