@@ -36,7 +36,7 @@ def main() -> int:
                     if peer.name != bars.ENCODE:
                         small[number][peer.name] = runner.rate(two, options.steps)
             except Exception as error:  # is reported, and the others go on
-                failed[peer.name] = f"failed: {str(error).strip().splitlines()[-1]}"
+                failed[peer.name] = f"failed: {(str(error).strip() or repr(error)).splitlines()[-1]}"
             _say(f"  {peer.name}: {failed.get(peer.name, 'done')}")
     text = _write(options, results, small, load, failed)
     print(text)

@@ -273,7 +273,7 @@ class EnvServer:
         facts = self._pool.health()
         facts["rss_bytes"] += psutil.Process().memory_info().rss
         stats = self._arena.stats()
-        arena = {key: stats[key] for key in ("blocks", "used_bytes", "create_arena")}
+        arena = {key: stats[key] for key in ("blocks", "used_bytes", "capacity_bytes")}
         return pack({"success": True, "alive": True, "loop_lag_ms": self._lag_ms, "arena": arena, **facts})
 
     def _info(self) -> dict[str, Any]:

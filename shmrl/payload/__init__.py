@@ -11,6 +11,7 @@ from shmrl.payload.assemble import assemble
 from shmrl.payload.batch import TensorBatch, sequence_first
 from shmrl.payload.branch import Branch
 from shmrl.payload.encode import encode
+from shmrl.payload.gather import gather
 from shmrl.payload.header import Header, read_header, read_text, read_tokens
 from shmrl.payload.ingest import BranchBuilder
 from shmrl.payload.pack import pack
@@ -27,6 +28,7 @@ __all__ = [
     "TensorBatch",
     "assemble",
     "encode",
+    "gather",
     "micro_batches_from_wire",
     "micro_batches_to_wire",
     "pack",

@@ -20,7 +20,7 @@ from shmrl.errors import PayloadError
 from shmrl.payload import _payload
 from shmrl.payload.batch import Staging, TensorBatch
 from shmrl.payload.header import Column, Header, name_of, open_block
-from shmrl.payload.plan import Piece, Plan, TokenRange, make_plan
+from shmrl.payload.plan import Piece, Plan, TokenRange, make_plan, runs
 from shmrl.payload.registry import Field, members
 from shmrl.types import Handle, MicroBatch
 
@@ -212,7 +212,7 @@ class _Job:
         start, dst = column.offset + span.row * src, layer * len(slots)
         return [
             [p.block, start + slot * layer, src, span.at * dst + index * layer, dst, span.count, layer * run]
-            for index, slot, run in _runs(slots)
+            for index, slot, run in runs(slots)
         ]
 
     def _fill(self, entry: Field, array: NDArray[Any], covered: NDArray[np.bool_]) -> None:
@@ -233,8 +233,8 @@ class _Job:
         counts[:] = 0
         copies: list[list[int]] = []
         total = 0
-        for _, runs in groupby(spans, key=lambda span: span.piece.at):
-            first, *others = runs
+        for _, together in groupby(spans, key=lambda span: span.piece.at):
+            first, *others = together
             p = first.piece
             offsets = self._offsets(entry, p, first.row, first.count + sum(span.count for span in others))
             here = slice(p.at, p.at + p.stop - p.start)
@@ -300,12 +300,3 @@ def _slots(stored: tuple[int, ...], wanted: Sequence[int], whose: str) -> list[i
             "layers", f"{missing} are not among the stored ones {list(stored)} of {whose}", value=missing
         )
     return [where[layer] for layer in wanted]
-
-
-def _runs(slots: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(index, first slot, length) of each run of consecutive slots."""
-    start = 0
-    for index in range(1, len(slots) + 1):
-        if index == len(slots) or slots[index] != slots[index - 1] + 1:
-            yield start, slots[start], index - start
-            start = index

@@ -96,6 +96,15 @@ def _check_segments(sample: Sample, handles: dict[Handle, int], headers: list[He
         raise PayloadError.of("tokens", f"{name_of(sample)}: segments of {total} tokens, T = {sample.T}", value=total)
 
 
+def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(index, first slot, length) of each run of consecutive slots."""
+    start = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or slots[index] != slots[index - 1] + 1:
+            yield start, slots[start], index - start
+            start = index
+
+
 def zigzag(seq_lens: Sequence[int], cp_size: int, cp_rank: int) -> list[TokenRange]:
     """The two ranges per sequence of one context-parallel rank: chunk r from the front and chunk r from the back.
 

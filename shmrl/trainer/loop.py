@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shmrl.arena import Arena
+from shmrl.arena.pinning import Pinned
 from shmrl.config import RunTree
 from shmrl.config.rundir import latest_checkpoint
 from shmrl.config.tables import Trainer
@@ -54,6 +55,7 @@ class RankLoop:
 
     def __init__(self, tree: RunTree, ranks: Ranks, arena: Arena, resume: bool) -> None:
         self._tree, self._ranks = tree, ranks
+        self._pinned = Pinned(arena) if ranks.device.type == "cuda" else None
         self.step = (latest_checkpoint(tree.run.output_dir) or 0) if resume else 0
         self._source = tree.initial_weights  # of tokenizer files: a checkpoint may be pruned while this rank lives
         start = checkpoint.checkpoint_dir(tree, self.step) if self.step else tree.initial_weights
@@ -90,6 +92,8 @@ class RankLoop:
             self._save()
         finally:
             self._link.close()
+            if self._pinned is not None:
+                self._pinned.close()
 
     # ------------------------------------------------------------------------------------------------------ messages
 
@@ -119,6 +123,8 @@ class RankLoop:
         step = message["step"]
         if step != self.step + 1:
             raise RunError(f"step {step} arrived after step {self.step}")
+        if self._pinned is not None:
+            self._pinned.extend()
         metrics = self._stepper.run(
             step, _batches(message), lr=learning_rate(self._tree.trainer, self._tree.run.max_steps, step)
         )

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shmrl.arena import Arena, commands, doctor, files, inspect, unlink
+from shmrl.arena import Arena, commands, doctor, files, inspect, placement, unlink
 from shmrl.errors import ArenaCorrupt, ForeignArena
 
 
@@ -162,4 +162,8 @@ def test_doctor_finds_the_machine_able():
     assert findings["kernel byte locks"]["status"] == "ok"
     assert findings["/dev/shm"]["status"] in ("ok", "warn")
     assert "shmrl" not in findings["address space"]["detail"]
+    assert findings["NUMA nodes"]["detail"].split()[0] == ",".join(map(str, placement.nodes()))
+    for backing in ("shm", "memfd"):
+        huge = findings[f"huge pages, {backing}"]
+        assert "(4.0 MiB tried)" in huge["detail"] if huge["status"] == "ok" else "became huge pages" in huge["fix"]
     assert len(doctor.render(list(findings.values())).splitlines()) >= len(findings)

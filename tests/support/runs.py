@@ -96,8 +96,9 @@ def _free(port):
 class Run:
     """One output directory, started as often as a test wants (`start`, `start("--resume")`)."""
 
-    def __init__(self, directory, *files, text=None, sources=1, **flags):
-        self.output_dir = directory / "out"
+    def __init__(self, directory, *files, text=None, sources=1, within=(), **flags):
+        """within: a command that ends in exec "$@", around `shmrl run` (a mount namespace, a limit)."""
+        self.output_dir, self.within = directory / "out", within
         if text is not None:
             files = (directory / "run.toml",)
             files[0].write_text(text)
@@ -117,7 +118,7 @@ class Run:
 
     def start(self, *options):
         with self.terminal.open("wb") as output:
-            command = [sys.executable, "-m", "shmrl", "run", *self.files, *self.flags, *options]
+            command = [*self.within, sys.executable, "-m", "shmrl", "run", *self.files, *self.flags, *options]
             environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{self.output_dir.parent}"}
             self.process = subprocess.Popen(
                 command,
