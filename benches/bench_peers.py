@@ -17,7 +17,7 @@ def test_step(benchmark, name):
     """The consumer LAG blobs behind; the two pipe hops are in the figure."""
     with runner.pair(peers.find(name)) as two:
         two.open(SIZE, LAG)
-        for _ in range(LAG + runner.WARM):
+        for _ in range(2 * LAG + runner.WARM):
             two.step()
         benchmark.group = f"step of {SIZE:,} bytes"
         put_s, get_s, _ = benchmark.pedantic(two.step, rounds=20)

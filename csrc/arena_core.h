@@ -9,6 +9,7 @@
  *   -EMLINK  more committed pages wanted     -EXFULL     more descriptors wanted
  *   -EAGAIN  the lock was busy               -ETIMEDOUT  the lock's live holder kept it
  *   -EUCLEAN control words contradict          -EPROTO    another SRL_VERSION
+ *   -ENOBUFS more groups than a table has room for
  *
  * Concurrency inside a process: srl_acquire, srl_release, srl_ship and srl_done use the private counts, so
  * the caller holds one mutex around them (the GIL). Everything else may run in any thread. The allocator's
@@ -67,6 +68,28 @@ typedef struct {
         spilled, spilled_bytes, waits;
 } srl_stats;
 
+/* What bytes are added up by. A key is text, or 8 bytes: step (-1 none), process (SRL_NONE: an orphan), age. */
+enum srl_by { SRL_BY_SOURCE, SRL_BY_STEP, SRL_BY_HOLDER, SRL_BY_AGE, SRL_BY_FIELD, SRL_BYS };
+#define SRL_AGES 5 /* under 10 s, 1 min, 10 min, 1 h; older */
+
+typedef struct {
+    uint64_t blocks, bytes;
+    uint32_t taken, len;
+    char key[SRL_TAG_MAX];
+} srl_group;
+
+typedef struct {
+    uint32_t by, room, used, last; /* groups[room], zeroed; room is a power of two */
+    srl_group *groups;
+} srl_tally;
+
+typedef struct {
+    const uint8_t *data; /* for SRL_BY_FIELD; may be NULL */
+    uint64_t now_ns;     /* out */
+    unsigned tallies;
+    srl_tally tally[SRL_BYS];
+} srl_walk;
+
 /* layout, arena_open.c */
 uint64_t srl_ctl_size(uint64_t capacity, uint32_t max_blocks);
 uint64_t srl_ctl_fixed_size(uint32_t max_blocks); /* what must be committed before srl_format */
@@ -124,20 +147,28 @@ void srl_drop_spilled(srl_arena *a, const srl_block *b, uint64_t w);
 int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns);
 int srl_commit_table(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns);
 
-/* recovery and inspection, arena_sweep.c */
+/* recovery, arena_sweep.c */
 void srl_sweep(srl_arena *a, uint32_t process); /* the caller holds byte 256 + process */
 int64_t srl_expire_orphans(srl_arena *a);
+
+/* inspection, without the lock, arena_walk.c */
 void srl_get_stats(const srl_arena *a, srl_stats *out);
-int srl_fsck(srl_arena *a, char *out, unsigned out_len);
+int srl_count(const srl_arena *a, srl_stats *out, srl_walk *walk);
+bool srl_look_at(const srl_arena *a, uint64_t slot, srl_block *out);
+int srl_fsck(const srl_arena *a, char *out, unsigned out_len);
 
 /* bytes: copy.c, crc32c.c */
-uint64_t srl_tail_at(uint64_t nbytes);    /* where the tail of a payload begins */
 uint64_t srl_plain_tail(uint64_t nbytes); /* room behind a payload without columns */
 uint32_t srl_fill(void *to, const void *from, uint64_t nbytes, bool hot, bool checksum, uint32_t *crc);
 uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes);
 /* Continues crc[0..2] over the n bytes at bytes, bytes + block and bytes + 2 * block. */
 void srl_crc_three(uint32_t *crc, const void *bytes, size_t block, size_t n);
 void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out); /* one crc per block */
+
+/* Where the tail of a payload begins. */
+static inline uint64_t srl_tail_at(uint64_t nbytes) {
+    return (nbytes + 7) & ~UINT64_C(7);
+}
 
 static inline srl_block *srl_at(const srl_arena *a, uint32_t slot) {
     return a->blocks + slot;

@@ -81,10 +81,6 @@ static void copy_blocks(char *to, const char *from, size_t nbytes, copy_fn copy,
     copy(to + at, from + at, nbytes - at);
 }
 
-uint64_t srl_tail_at(uint64_t nbytes) {
-    return (nbytes + 7) & ~UINT64_C(7);
-}
-
 static uint32_t crc_count(uint64_t nbytes) {
     return (uint32_t)((nbytes + SRL_PAGE - 1) / SRL_PAGE);
 }

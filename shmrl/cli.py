@@ -4,7 +4,7 @@ Runs first in every process. tyro parses subcommands and their own options; `--a
 and become TOML values of the tree (`config.load`), so a flag and a line of a file mean the same. A role is imported
 when it is called: `shmrl --version` pays for none, and nothing here imports torch.
 
-Exit codes: 0 done; 1 something failed (printed in full); 2 usage or configuration; 130 / 143 for signals.
+Exit codes: 0 done; 1 something failed (printed in full); 2 usage or configuration; 130 / 141 / 143 for signals.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -251,49 +251,81 @@ def _begin(role: str, log: Any) -> None:
 # ---------------------------------------------------------------------------------------------------- looking inside
 
 
+Address = Annotated[Positional[str | None], arg(metavar="[ADDRESS]", help_behavior_hint="")]
+
+
 @dataclass
 class ArenaLs:
-    """List the arenas of this machine."""
+    """List the arenas of this machine, or the blocks of one."""
 
+    address: Address = None
+    """As `arena ls` prints it: its blocks. A directory: the arenas of backing "file" in it."""
+    limit: int | None = None
+    """Blocks at most; 0: all of them. 50, with --json all."""
+    sort: str | None = None
+    """size, age or tag: the largest, the oldest, or by name first."""
+    source: str | None = None
+    """Only blocks of this source (second part of the tag)."""
+    step: int | None = None
+    """Only blocks shipped at this step."""
+    holder: str | None = None
+    """Only blocks that a process owns or reads: its pid, or part of its name."""
+    state: str | None = None
+    """Only blocks that are writing, ready, retired, orphan, shipped, discarded, spilled or unchecked."""
     json: Switch = False
-    """Print JSON."""
+    """Print JSON; of blocks one object per line."""
 
     def __call__(self, _: Flags) -> int:
-        from shmrl.arena import commands
+        from shmrl.arena import commands, render
+        from shmrl.arena.inspect import Filter
 
-        return _show(commands.ls(), commands.render_ls, self.json)
+        wanted = Filter(self.source, self.step, self.holder, self.state)
+        asked = wanted != Filter() or self.sort is not None or self.limit is not None
+        if not asked and (self.address is None or os.path.isdir(self.address.removeprefix("file:"))):
+            return _show(commands.ls(self.address), render.ls, self.json)
+        limit = self.limit if self.limit is not None else (0 if self.json else 50)
+        rows = commands.blocks(self.address, wanted, self.sort, limit + 1 if limit and not self.json else limit or None)
+        return _print(map(json.dumps, rows) if self.json else render.blocks(rows, limit or None))
 
 
 @dataclass
 class ArenaStats:
     """Blocks and bytes of one arena, or of every live one."""
 
-    address: Annotated[Positional[str | None], arg(metavar="[ADDRESS]", help_behavior_hint="")] = None
-    """shm:<id>, as `arena ls` prints it."""
+    address: Address = None
+    """As `arena ls` prints it, or a directory."""
+    by: str | None = None
+    """source, step, field, holder or age; source, step and holder without it."""
     json: Switch = False
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
-        from shmrl.arena import commands
+        from shmrl.arena import commands, render
 
-        return _show(commands.stats(self.address), commands.render_stats, self.json)
+        return _show(commands.stats(self.address, self.by), render.stats, self.json)
 
 
 @dataclass
 class ArenaTop:
-    """Who has the most bytes: by holder, source and step, and the largest blocks."""
+    """Who has the bytes: by holder, source, step, age and field; the largest, the oldest, and what may leak.
 
-    address: Positional[str | None] = None
-    """shm:<id>, as `arena ls` prints it; every live arena without it."""
+    On a terminal it redraws every second until Ctrl-C; into a pipe or with --json it prints once.
+    """
+
+    address: Address = None
+    """As `arena ls` prints it, or a directory; every live arena without it."""
     count: int = 10
     """Rows of each table."""
-    json: bool = False
+    json: Switch = False
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
-        from shmrl.arena import commands
+        from shmrl.arena import commands, render
 
-        return _show(commands.top(self.address, self.count), commands.render_top, self.json)
+        if self.json or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+            return _show(commands.top(self.address, self.count), render.top, self.json)
+        render.live(lambda: render.top(commands.top(self.address, self.count)))
+        return 0
 
 
 @dataclass
@@ -302,68 +334,68 @@ class ArenaHolders:
 
     handle: Positional[str]
     """The handle as it is printed: h and 64 hexadecimal digits."""
-    address: Positional[str | None] = None
-    """Needed for arenas that are not in /dev/shm."""
-    json: bool = False
+    address: Address = None
+    """Needed for arenas of a file that no process has open."""
+    json: Switch = False
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
-        from shmrl.arena import commands
+        from shmrl.arena import commands, render
 
-        return _show(commands.holders(self.handle, self.address), commands.render_holders, self.json)
+        return _show(commands.holders(self.handle, self.address), render.holders, self.json)
 
 
 @dataclass
 class ArenaFsck:
     """Check every invariant of one arena, or of all of them; exits with 1 if there is a fault."""
 
-    address: Positional[str | None] = None
-    """shm:<id>, as `arena ls` prints it."""
-    json: bool = False
+    address: Address = None
+    """As `arena ls` prints it, or a directory."""
+    json: Switch = False
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
-        from shmrl.arena import commands
+        from shmrl.arena import commands, render
 
         rows = commands.fsck(self.address)
-        _show(rows, commands.render_fsck, self.json)
-        return int(any(row["faults"] for row in rows))
+        return _show(rows, render.fsck, self.json) or int(any(row["faults"] for row in rows))
 
 
 @dataclass
 class ArenaTail:
     """What happened last in an arena."""
 
-    address: Positional[str | None] = None
-    """shm:<id>; may be left out where one arena lives."""
+    address: Address = None
+    """As `arena ls` prints it; may be left out where one arena lives."""
     count: int = 20
     """How many events (at most 4,096 are kept)."""
-    follow: bool = False
+    follow: Annotated[Switch, arg(aliases=["-f"])] = False
     """Go on printing them as they happen; with --json one object per line."""
-    json: bool = False
+    json: Switch = False
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
-        from shmrl.arena import commands
+        from shmrl.arena import commands, render
 
-        if not self.follow:
-            return _show(commands.tail(self.address)[-self.count :], commands.render_tail, self.json)
-        for one in commands.follow(self.address):
-            print(json.dumps(one) if self.json else commands.render_tail([one]), flush=True)
-        return 0
+        if self.follow:
+            return _print(map(json.dumps if self.json else render.event, commands.follow(self.address)))
+        events = commands.tail(self.address)[-self.count :] if self.count > 0 else []
+        return _show(events, lambda rows: "\n".join(map(render.event, rows)), self.json)
 
 
 @dataclass
 class ArenaGc:
     """Remove the arenas that no live process is attached to."""
 
+    address: Address = None
+    """A directory with arenas of backing "file"; /dev/shm without it."""
     json: Switch = False
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
-        from shmrl.arena import commands
+        from shmrl.arena import commands, render
 
-        return _show(commands.gc(), commands.render_gc, self.json)
+        return _show(commands.gc(self.address), render.gc, self.json)
 
 
 @dataclass
@@ -380,7 +412,17 @@ class Doctor:
 
 
 def _show(value: Any, render: Callable[[Any], str], as_json: bool) -> int:
-    print(json.dumps(value, indent=2, default=str) if as_json else render(value))
+    return _print([json.dumps(value, indent=2, default=str) if as_json else render(value)])
+
+
+def _print(lines: Iterable[str]) -> int:
+    """Each line at once; whoever reads them may leave before the end (`| head`)."""
+    try:
+        for line in lines:
+            print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 128 + signal.SIGPIPE
     return 0
 
 

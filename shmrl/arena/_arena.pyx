@@ -344,6 +344,22 @@ cdef class Block:
                           ResourceWarning)
 
 
+@cython.no_gc_clear
+cdef class Window:
+    """One of the arena's mappings as read-only bytes; it stays mapped while buffers of this are exported."""
+    cdef Core core
+    cdef uint8_t *at
+    cdef uint64_t n
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        self.core._alive()
+        PyBuffer_FillInfo(buffer, self, self.at, <Py_ssize_t> self.n, 1, flags)
+        self.core.users += 1
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        self.core._leave()
+
+
 cdef class Core:
     """An attached arena. Everything hot; `shmrl.arena.Arena` adds files, growth, statistics and messages."""
     cdef srl_arena a
@@ -812,7 +828,7 @@ cdef class Core:
 
     def _spill_dir(self):
         """This arena's own spill directory, "" if it has none."""
-        return (<bytes> self.a.h.spill_dir).decode(errors="replace")
+        return text_of(self.a.h.spill_dir, SRL_SPILL_DIR_MAX)
 
     def _header(self):
         """Header words that change and that do not -> dict."""
@@ -836,17 +852,22 @@ cdef class Core:
             srl_unlock(&self.a)
         return counters(&s)
 
-    def _table(self, exact):
-        """(descriptors, processes): copies of their raw bytes; exact: under the allocator's lock."""
+    def _window(self, bint data):
+        """Our own mapping of ctl, or of data, for an inspector: its page tables are warm."""
         self._alive()
-        if exact:
-            self._locked()
+        cdef Window window = Window.__new__(Window)
+        window.core = self
+        window.at, window.n = (self.data, self.data_nbytes) if data else (self.ctl, self.ctl_nbytes)
+        return window
+
+    def _locked_call(self, call):
+        """What `call()` returns, under the allocator's lock; it must not come back to this arena."""
+        self._alive()
+        self._locked()
         try:
-            blocks = PyBytes_FromStringAndSize(<char *> self.a.blocks, <Py_ssize_t> (srl_table_used(&self.a) * 256))
+            return call()
         finally:
-            if exact:
-                srl_unlock(&self.a)
-        return blocks, PyBytes_FromStringAndSize(<char *> self.a.processes, self.a.max_processes * 128)
+            srl_unlock(&self.a)
 
     cdef int _locked(self) except -1:
         cdef int rc

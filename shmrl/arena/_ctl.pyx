@@ -1,12 +1,18 @@
-"""The cold half of the binding: ctl files as bytes, for create, gc and the inspectors, in any process.
+"""The cold half of the binding: ctl files as bytes, for create, statistics and the inspectors, in any process.
 
-Nothing here needs a process slot or changes an arena; what must be consistent works on a private copy.
+Nothing here needs a process slot, takes the allocator's lock or changes an arena: it reads a mapping that may be
+read-only, beside whoever writes. A row is of one moment, and so are a table's sums and the counters beside it.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
+from libc.errno cimport ENOBUFS
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 from shmrl.arena.core cimport *
+
+from shmrl.arena.table import BY, FLAGS_OF, STATES
+from shmrl.types import HANDLE_VERSION
 
 
 def crc32c(data, crc=0):
@@ -62,24 +68,30 @@ def spill_dir_of(bytes head):
 
 
 cdef class Ctl:
-    """A mapped ctl, of a live or dead arena, or a copy of one; `buffer` stays exported while this lives.
+    """A mapped ctl, of a live or dead arena; `buffer` stays exported while this lives, and `data`, if it is given.
 
     ForeignArena (another version of the layout), ArenaCorrupt.
     """
     cdef srl_arena a
-    cdef Py_buffer raw
-    cdef bint open
+    cdef Py_buffer raw, data
+    cdef bint open, has_data
 
-    def __init__(self, buffer):
+    def __init__(self, buffer, data=None):
         PyObject_GetBuffer(buffer, &self.raw, PyBUF_SIMPLE)
         self.open = True
         open_ctl(&self.a, self.raw.buf, self.raw.len)
+        if data is not None:
+            PyObject_GetBuffer(data, &self.data, PyBUF_SIMPLE)
+            self.has_data = True
 
     def close(self):
-        """Lets go of the buffer."""
+        """Lets go of the buffers."""
         if self.open:
             self.open = False
             PyBuffer_Release(&self.raw)
+        if self.has_data:
+            self.has_data = False
+            PyBuffer_Release(&self.data)
 
     def __enter__(self):
         return self
@@ -90,50 +102,132 @@ cdef class Ctl:
     def __dealloc__(self):
         self.close()
 
-    def read(self):
-        """(header, counters, descriptors, processes): dicts of what people ask for, and copies of the raw tables."""
-        cdef srl_stats s
+    def head(self):
+        """What does not change: run_id, node, boot, created_ns, max_processes."""
         cdef srl_header *h = self.a.h
-        srl_get_stats(&self.a, &s)
-        head = dict(run_id=h.run_id[:64].split(b"\0", 1)[0].decode(errors="replace"), node=h.node, boot=h.boot,
+        return dict(run_id=h.run_id[:64].split(b"\0", 1)[0].decode(errors="replace"), node=h.node, boot=h.boot,
                     created_ns=h.created_ns, max_processes=self.a.max_processes)
-        blocks = PyBytes_FromStringAndSize(<char *> self.a.blocks, <Py_ssize_t> (srl_table_used(&self.a) * 256))
-        processes = PyBytes_FromStringAndSize(<char *> self.a.processes, self.a.max_processes * 128)
-        return head, counters(&s), blocks, processes
+
+    def processes(self):
+        """A copy of the process table's bytes."""
+        return PyBytes_FromStringAndSize(<char *> self.a.processes, self.a.max_processes * sizeof(srl_process))
+
+    def slots(self):
+        """How many descriptors were ever used: rows are below."""
+        return srl_table_used(&self.a)
+
+    def count(self, *by):
+        """(counters, {by: {key: (blocks, bytes)}}) of one walk, so that the bytes of each table sum to used_bytes.
+
+        Keys: of source and field text, of step and holder (a process index) an integer or None, of age an index.
+        """
+        cdef srl_stats s
+        cdef uint32_t room = 256
+        while True:
+            tables = self._count(&s, by, room)
+            if tables is not None:
+                return counters(&s), tables
+            room *= 4
+
+    cdef dict _count(self, srl_stats *s, tuple by, uint32_t room):
+        """None when a table has more groups than half of `room`."""
+        cdef srl_walk walk
+        cdef int rc = 0
+        cdef unsigned i
+        memset(&walk, 0, sizeof(walk))
+        walk.tallies = len(by)
+        if self.has_data and self.data.len >= <Py_ssize_t> self.a.max_pages * SRL_PAGE:
+            walk.data = <const uint8_t *> self.data.buf
+        try:
+            for i in range(walk.tallies):
+                walk.tally[i].by, walk.tally[i].room = BY.index(by[i]), room
+                walk.tally[i].groups = <srl_group *> calloc(room, sizeof(srl_group))
+                if walk.tally[i].groups == NULL:
+                    raise MemoryError(f"no memory for {room} groups by {by[i]}")
+            with nogil:
+                rc = srl_count(&self.a, s, &walk)
+            return None if rc == -ENOBUFS else {by[i]: groups_of(&walk.tally[i]) for i in range(walk.tallies)}
+        finally:
+            for i in range(walk.tallies):
+                free(walk.tally[i].groups)
+
+    def rows(self, names, slots=None):
+        """Blocks as Arena.ls() has them, in the order of `slots`, else all; each as it was at one moment.
+
+        names: table.Names. What is free when its turn comes is left out.
+        """
+        cdef srl_block b
+        cdef uint64_t slot
+        cdef uint8_t handle[32]
+        cdef dict processes = names.processes
+        cdef int64_t now_ns = names.now_ns
+        memset(handle, 0, sizeof(handle))
+        handle[0] = HANDLE_VERSION
+        memcpy(handle + 2, &self.a.h.node, 4)
+        memcpy(handle + 6, self.a.h.id, 4)
+        for slot in range(self.slots()) if slots is None else slots:
+            if srl_look_at(&self.a, slot, &b):
+                yield row_of(slot, &b, handle, processes, now_ns)
+
+    def select(self, order=None, *, unsigned states=14, unsigned flags=0, source=None, step=None, processes=None):
+        """(keys, slots) of blocks, in slot order; keys are what `order` sorts by: "size", "age" (birth) or "tag".
+
+        states: a bit per state; flags: all of these; processes: a bit per index, of the owner or a reader.
+        """
+        cdef srl_block b
+        cdef uint64_t slot
+        cdef bytes wanted = source
+        keys, slots = [], []
+        for slot in range(self.slots()):
+            if not srl_look_at(&self.a, slot, &b) or not states >> (b.word >> 28 & 15) & 1:
+                continue
+            if (b.word >> 16 & flags) != flags or (step is not None and b.step != step):
+                continue
+            if wanted is not None and source_of(&b) != wanted:
+                continue
+            if processes is not None and not bits_of(&b) & processes:
+                continue
+            slots.append(slot)
+            if order is not None:
+                keys.append(key_of(&b, order))
+        return keys, slots
+
+    def suspects(self, int64_t step, uint64_t birth_ns, dead):
+        """(births, slots) of blocks shipped before `step`, born before `birth_ns`, orphaned, or with a dead process.
+
+        dead: a bit per process index.
+        """
+        cdef srl_block b
+        cdef uint64_t slot
+        births, slots = [], []
+        for slot in range(self.slots()):
+            if not srl_look_at(&self.a, slot, &b):
+                continue
+            if (0 <= b.step < step or b.birth_ns < birth_ns or b.word >> 16 & SRL_ORPHAN
+                    or (dead and bits_of(&b) & dead)):
+                births.append(b.birth_ns)
+                slots.append(slot)
+        return births, slots
+
+    def lock_word(self):
+        """The allocator's lock: every acquisition changes it."""
+        return self.a.h.lock
 
     def lock_owner(self):
         """Process that has the allocator's lock, or None."""
         owner = srl_lock_owner(&self.a)
         return owner if owner < self.a.max_processes else None
 
-    def copy(self, target):
-        """Copies what is in use into a zeroed, writable buffer of the same size -> whether it is of one moment.
-
-        It is when nobody had the allocator's lock meanwhile: then the allocator's totals in the copy must be right.
-        """
-        cdef Py_buffer to
-        cdef uint64_t before = self.a.h.lock, pages = <char *> self.a.pages - <char *> self.raw.buf
-        cdef uint64_t blocks = <char *> self.a.blocks - <char *> self.raw.buf
-        cdef uint64_t head = pages + srl_committed_pages(&self.a) * sizeof(srl_page)
-        cdef uint64_t table = srl_table_used(&self.a) * sizeof(srl_block)
-        PyObject_GetBuffer(target, &to, PyBUF_WRITABLE)
-        try:
-            if to.len < self.raw.len:
-                raise ValueError(f"{to.len} bytes for a ctl of {self.raw.len}")
-            memcpy(to.buf, self.raw.buf, head)
-            memcpy(<char *> to.buf + blocks, self.a.blocks, table)
-        finally:
-            PyBuffer_Release(&to)
-        return before == self.a.h.lock and self.lock_owner() is None
-
     def rebuild(self):
-        """On a copy: makes the allocator's maps from the descriptors, as a takeover would -> whether they allow it."""
+        """On a private mapping: makes the allocator's maps from the descriptors -> whether they allow it."""
         return srl_rebuild(&self.a) == 0
 
     def fsck(self):
-        """On a copy: every invariant -> one line per fault."""
+        """Every invariant -> one line per fault; the allocator's totals are only right while nobody has its lock."""
         cdef bytes text = PyBytes_FromStringAndSize(NULL, 65536)
-        found = srl_fsck(&self.a, PyBytes_AsString(text), 65536)
+        cdef char *to = PyBytes_AsString(text)
+        with nogil:
+            found = srl_fsck(&self.a, to, 65536)
         return fault_lines(text, found)
 
     def events(self, uint64_t first):
@@ -142,3 +236,79 @@ cdef class Ctl:
         cdef srl_event *e = <srl_event *> PyBytes_AsString(room)
         return [(e[i].mark >> 16, e[i].mark >> 8 & 255, e[i].mark & 255, e[i].at_ns, e[i].block & 0xffffffff,
                  e[i].block >> 32, e[i].detail) for i in range(srl_events_since(&self.a, first, e))]
+
+
+cdef dict row_of(uint64_t slot, const srl_block *b, uint8_t *handle, dict processes, int64_t now_ns):
+    cdef uint64_t generation = b.word >> 32, flags = b.word >> 16 & 31
+    memcpy(handle + 10, &slot, 4)
+    memcpy(handle + 14, &generation, 4)
+    memcpy(handle + 18, &b.nbytes, 6)
+    memcpy(handle + 24, &b.nonce, 8)
+    return {
+        "handle": "h" + (<char *> handle)[:32].hex(),
+        "slot": slot,
+        "generation": generation,
+        "state": STATES[b.word >> 28 & 15],
+        "flags": FLAGS_OF[flags],
+        "owner": None if flags & SRL_ORPHAN else name_of(b.word & 0xffff, processes),
+        "nbytes": b.nbytes,
+        "span_bytes": b.span,
+        "tag": tag_of(b),
+        "readers": b.readers,
+        "done": indices(b.done),
+        "held_by": [name_of(index, processes) for index in indices(b.holders)],
+        "step": None if b.step < 0 else b.step,
+        "age_s": max(0, now_ns - <int64_t> b.birth_ns) // 1_000_000 / 1000,
+    }
+
+
+cdef object name_of(index, dict processes):
+    return processes.get(index) or f"process {index}"
+
+
+cdef object tag_of(const srl_block *b):
+    return b.tag[:strnlen(b.tag, sizeof(b.tag))].decode("utf-8", "replace")
+
+
+cdef tuple indices(const uint64_t *bits):
+    """Of the set bits, of 256."""
+    if not (bits[0] | bits[1] | bits[2] | bits[3]):
+        return ()
+    return tuple([i for i in range(256) if bits[i >> 6] >> (i & 63) & 1])
+
+
+cdef object bits_of(const srl_block *b):
+    """Owner and readers as one integer."""
+    readers = <object> b.holders[0] | <object> b.holders[1] << 64 | <object> b.holders[2] << 128 \
+        | <object> b.holders[3] << 192
+    return readers if b.word >> 16 & SRL_ORPHAN else readers | 1 << (b.word & 0xffff)
+
+
+cdef bytes source_of(const srl_block *b):
+    """Second component of the tag."""
+    parts = b.tag[:strnlen(b.tag, sizeof(b.tag))].split(b"/", 2)
+    return parts[1] if len(parts) > 1 else b""
+
+
+cdef object key_of(const srl_block *b, str order):
+    if order == "size":
+        return b.span or b.nbytes  # one that was spilled takes nothing of the arena
+    return b.birth_ns if order == "age" else b.tag[:strnlen(b.tag, sizeof(b.tag))]
+
+
+cdef dict groups_of(const srl_tally *t):
+    out = {}
+    cdef const srl_group *g
+    cdef int64_t number
+    for i in range(t.room):
+        g = &t.groups[i]
+        if not g.taken:
+            continue
+        if t.by in (SRL_BY_SOURCE, SRL_BY_FIELD):
+            key = g.key[:g.len].decode("utf-8", "replace")
+        else:
+            memcpy(&number, g.key, 8)
+            key = None if number < 0 or (t.by == SRL_BY_HOLDER and number == SRL_NONE) else number
+        blocks, nbytes = out.get(key, (0, 0))  # two keys may decode to one text
+        out[key] = blocks + g.blocks, nbytes + g.bytes
+    return out

@@ -21,11 +21,11 @@ from shmrl.arena import columns as tails
 from shmrl.arena import files as names
 from shmrl.arena import memory, placement, spill, table
 from shmrl.arena._arena import Block, Core, View
-from shmrl.arena._ctl import ctl_nbytes, format_ctl, spill_dir_of
+from shmrl.arena._ctl import Ctl, ctl_nbytes, format_ctl, spill_dir_of
 from shmrl.arena.files import Files
 from shmrl.arena.placement import Pages
 from shmrl.arena.waiting import Waiting
-from shmrl.errors import ArenaCorrupt, ArenaError, ArenaFull, ChecksumError, ForeignArena, StaleHandle
+from shmrl.errors import ArenaError, ArenaFull, ForeignArena, StaleHandle
 from shmrl.types import Handle
 from shmrl.units import parse_bytes
 
@@ -280,57 +280,37 @@ class Arena(Core):
     def stats(self, by: str | None = None, exact: bool = False) -> dict[str, Any]:
         """Counters of the whole arena; `by` adds {"by": {key: {"blocks", "bytes"}}} whose bytes sum to used_bytes.
 
-        by: "source" | "step" | "field" | "holder". exact=True reads under the allocator's lock. used_bytes are what
-        blocks take from the arena (payload, tail and rounding); created == freed + blocks.
+        by: "source" | "step" | "field" | "holder" | "age". exact=True reads under the allocator's lock. used_bytes are
+        what blocks take from the arena (payload, tail and rounding); created == freed + blocks.
         """
-        out: dict[str, Any] = self._stats(exact)
-        if by is not None:
-            if by not in table.KEYS and by != "field":
-                raise ValueError(f"by={by!r}: source, step, field or holder")
-            raw, processes = self._table(exact)
-            rows = list(table.blocks(raw))
-            out["by"] = (
-                self._by_field(rows)
-                if by == "field"
-                else table.grouped(rows, by, table.names(table.processes(processes)))
-            )
-            if exact:
-                out["blocks"], out["used_bytes"] = len(rows), sum(row.span_bytes for row in rows)
-        return out
-
-    def _by_field(self, rows: list[table.BlockInfo]) -> dict[str, dict[str, int]]:
-        """Bytes by column name; what is in no column (tails, rounding, blocks without columns) under ""."""
-        out: dict[str, dict[str, int]] = {}
-        for row in rows:
-            rest = row.span_bytes
-            for column in self._columns_of(row):
-                table.count(out, column.name, column.nbytes)
-                rest -= column.nbytes
-            table.count(out, "", rest)
-        return out
-
-    def _columns_of(self, row: table.BlockInfo) -> tuple[Any, ...]:
-        try:
-            return self.columns(self.handle_of(row)) if row.state == "ready" else ()
-        except (StaleHandle, ChecksumError, ArenaCorrupt):
-            return ()
-
-    def handle_of(self, row: table.BlockInfo) -> Handle:
-        """The handle of a listed block (an inspector's way to one that was lost)."""
-        return self._handle_from(row.slot, row.generation, row.nonce, row.nbytes)
+        counters: dict[str, Any] = self._stats(exact)
+        if by is None:
+            return counters
+        if by not in table.BY:
+            raise ValueError(f"by={by!r}: {', '.join(table.BY)}")
+        with self._look(fields=by == "field") as look:
+            counters, groups = self._locked_call(lambda: look.count(by)) if exact else look.count(by)
+            return {**counters, "by": self._names(look).groups(by, groups[by])}
 
     def ls(self) -> list[dict[str, Any]]:
         """Every block that is not free: handle, state, flags, owner, held_by, nbytes, span_bytes, tag, age_s..."""
-        raw, processes = self._table(False)
-        now, who = time.clock_gettime_ns(time.CLOCK_BOOTTIME), table.names(table.processes(processes))
-        return [{**row.row(now, who), "handle": str(self.handle_of(row))} for row in table.blocks(raw)]
+        with self._look() as look:
+            return list(look.rows(self._names(look)))
 
     def holders(self, handle: Handle) -> dict[str, Any]:
         """Who has this block: the row of ls() for it. StaleHandle if it is gone."""
-        for row in self.ls():
-            if row["handle"] == str(handle):
-                return row
+        with self._look() as look:
+            for row in look.rows(self._names(look), (handle.slot,)):
+                if row["handle"] == str(handle):
+                    return row
         raise StaleHandle(f"{handle!r} is not in {self.address}")
+
+    def _look(self, fields: bool = False) -> Ctl:
+        """An inspector of this arena, over the mappings it has. ArenaClosed."""
+        return Ctl(self._window(False), self._window(True) if fields else None)
+
+    def _names(self, look: Ctl) -> table.Names:
+        return table.names(table.processes(look.processes()))
 
 
 def unlink(address: str) -> None:

@@ -5,10 +5,18 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 cdef extern from "errno.h":
     enum: EPROTO
 
+cdef extern from "string.h" nogil:
+    size_t strnlen(const char *text, size_t limit)
+
 cdef extern from "arena_live.h" nogil:
+    enum: SRL_BY_FIELD
+    enum: SRL_BY_HOLDER
+    enum: SRL_BY_SOURCE
     enum: SRL_EVENTS
     uint64_t SRL_MAGIC
     enum: SRL_DID_FILL
+    enum: SRL_NONE
+    enum: SRL_ORPHAN
     enum: SRL_PAGE
     enum: SRL_SPILL_DIR_MAX
     enum: SRL_SPILLED
@@ -19,6 +27,11 @@ cdef extern from "arena_live.h" nogil:
     ctypedef struct srl_block:
         uint64_t word, offset, nbytes, nonce, birth_ns, span
         uint32_t readers, tail_nbytes, crc
+        uint64_t holders[4]
+        uint64_t done[4]
+        char tag[112]
+        int64_t step
+        uint64_t orphan_ns
 
     ctypedef struct srl_process:
         uint64_t used, ticket, pid, since_ns
@@ -66,6 +79,21 @@ cdef extern from "arena_live.h" nogil:
         uint64_t blocks, used_bytes, peak_bytes, committed_bytes, capacity_bytes
         uint64_t created, freed, orphaned, spilled, spilled_bytes, waits
 
+    ctypedef struct srl_group:
+        uint64_t blocks, bytes
+        uint32_t taken, len
+        char key[112]
+
+    ctypedef struct srl_tally:
+        uint32_t by, room, used, last
+        srl_group *groups
+
+    ctypedef struct srl_walk:
+        const uint8_t *data
+        uint64_t now_ns
+        unsigned tallies
+        srl_tally tally[5]
+
     ctypedef struct srl_live:
         int fd, spill, detached
 
@@ -104,7 +132,9 @@ cdef extern from "arena_live.h" nogil:
     int srl_rebuild(srl_arena *a)
     void srl_sweep(srl_arena *a, uint32_t process)
     void srl_get_stats(const srl_arena *a, srl_stats *out)
-    int srl_fsck(srl_arena *a, char *out, unsigned out_len)
+    int srl_count(const srl_arena *a, srl_stats *out, srl_walk *walk)
+    bint srl_look_at(const srl_arena *a, uint64_t slot, srl_block *out)
+    int srl_fsck(const srl_arena *a, char *out, unsigned out_len)
     uint64_t srl_tail_at(uint64_t nbytes)
     uint64_t srl_plain_tail(uint64_t nbytes)
     uint32_t srl_fill(void *to, const void *source, uint64_t nbytes, bint hot, bint checksum, uint32_t *crc)

@@ -85,7 +85,9 @@ def _numa() -> Iterator[dict[str, Any]]:
         "NUMA nodes", True, ",".join(map(str, here)) + (" (numa = changes nothing)" if len(here) == 1 else "")
     )
     for row in inspect.list_arenas() if len(here) > 1 else ():
-        for index, process in sorted(inspect.open_readonly(row["address"]).processes.items()):
+        with inspect.look(row["address"]) as seen:
+            processes = sorted(seen.processes.items())
+        for index, process in processes:
             name, maps = row["address"].partition(":")[2], Path(f"/proc/{process.pid}/numa_maps")
             where = placement.bytes_by_node(f"{name}.data", maps)
             total = sum(where.values())

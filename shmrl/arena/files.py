@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import re
 import secrets
 import struct
 from contextlib import suppress
@@ -152,9 +153,7 @@ def listed(base: str | None = None) -> list[Files]:
     """Every named arena of this uid in /dev/shm and in the directory `base`, whole or not."""
     prefix = f"shmrl-{os.geteuid()}-"
     out = [Files("shm", stem[len(prefix) :]) for stem in _stems(SHM, prefix)]
-    return (
-        out if base is None else out + [Files("file", str(Path(base, stem).resolve())) for stem in _stems(base, prefix)]
-    )
+    return out if base is None else out + listed_in(base)
 
 
 def _stems(directory: str | Path, prefix: str) -> list[str]:
@@ -162,6 +161,22 @@ def _stems(directory: str | Path, prefix: str) -> list[str]:
         return []
     names = (name.rsplit(".", 1) for name in os.listdir(directory) if name.startswith(prefix))
     return sorted({stem for stem, *part in names if part and part[0] in PARTS})
+
+
+def listed_in(directory: str) -> list[Files]:
+    """Every arena of this uid that was made with backing="file" in a directory, whole or not."""
+    return [Files("file", str(Path(directory, stem).resolve())) for stem in _stems(directory, f"shmrl-{os.geteuid()}-")]
+
+
+def listed_open() -> list[Files]:
+    """Arenas in memfds and files elsewhere that a process of this uid has open, through /proc."""
+    memfd, file = r"/memfd:shmrl-([0-9a-f]{32})-live.*", rf"(/(?!dev/shm/).*/shmrl-{os.geteuid()}-[0-9a-f]{{32}})\.live"
+    live, found = re.compile(f"{memfd}|{file}"), set()
+    for path in glob.iglob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):  # gone meanwhile, or another uid's
+            if match := live.fullmatch(os.readlink(path)):
+                found.add(Files("memfd", match[1]) if match[1] else Files("file", match[2]))
+    return sorted(found, key=lambda files: files.address)
 
 
 def remove_if_dead(files: Files) -> bool:

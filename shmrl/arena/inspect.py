@@ -1,10 +1,12 @@
 """Looking at arenas from outside: which there are, what is in them, and removing the dead. Needs no process slot.
 
-Called by `commands` (the CLI) and `doctor`, in a process that is attached to nothing; stops nobody.
+Called by `commands` (the CLI) and `doctor`, in a process that is attached to nothing. It maps ctl read-only and takes
+no lock, so it stops nobody: what it says of a block is true of one moment, and so is a sum with the counters beside it.
 """
 
 from __future__ import annotations
 
+import heapq
 import mmap
 import os
 import time
@@ -13,161 +15,253 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from shmrl.arena import files as names
-from shmrl.arena import table
+from shmrl.arena import files, table
 from shmrl.arena._ctl import Ctl
 from shmrl.errors import ArenaCorrupt, ConfigError, ForeignArena, StaleHandle
 from shmrl.types import Handle
 
 LOOKS = 3  # a fault of a live arena is one that as many looks in a row see
-TRIES = 20  # copies of a live ctl until one is of one moment
+TRIES = 10  # looks at a live arena until nobody had the allocator's lock meanwhile
+OLD_STEPS = 3  # a block that was shipped more steps ago than this should have been freed
 EVENTS = (
-    "",
-    "reserve",
-    "seal",
-    "adopt",
-    "ship",
-    "done",
-    "retire",
-    "free",
-    "orphan",
-    "sweep",
-    "take over",
-    "full",
-    "spill",
+    *("", "reserve", "seal", "adopt", "ship", "done", "retire"),
+    *("free", "orphan", "sweep", "take over", "full", "spill"),
 )
+ORDERS = ("size", "age", "tag")
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """An arena as it was at one moment, live or dead.
+class Filter:
+    """Which blocks: all that are given must hold. state: a state or a flag. holder: part of "name (pid)", or a pid.
 
-    head: run_id, node, boot, created_ns, max_processes. stats: the counters of Arena.stats(). alive: indices of the
-    processes whose lock byte is held; the others in `processes` are dead and not yet swept.
+    Example: Filter(source="math", state="orphan")
     """
 
-    address: str
-    head: dict[str, Any]
-    stats: dict[str, int]
-    blocks: list[table.BlockInfo]
-    processes: dict[int, table.Process]
-    alive: frozenset[int]
+    source: str | None = None
+    step: int | None = None
+    holder: str | None = None
+    state: str | None = None
 
-    def grouped(self, by: str) -> dict[str, dict[str, int]]:
-        """Blocks and bytes by source, step or holder."""
-        return table.grouped(self.blocks, by, table.names(self.processes))
+    def arguments(self, processes: dict[int, table.Process]) -> dict[str, Any]:
+        """As Ctl.select() takes it. ConfigError for a state that does not exist."""
+        states, flags = 14, 0
+        if self.state in table.STATES[1:4]:
+            states = 1 << table.STATES.index(self.state)
+        elif self.state in table.FLAGS:
+            flags = 1 << table.FLAGS.index(self.state)
+        elif self.state is not None:
+            raise ConfigError(f"state {self.state!r}: {', '.join((*table.STATES[1:4], *table.FLAGS))}")
+        return {
+            "states": states,
+            "flags": flags,
+            "source": None if self.source is None else self.source.encode(),
+            "step": self.step,
+            "processes": None if self.holder is None else self._holders(self.holder, processes),
+        }
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Every block, as Arena.ls() without handles (who only looks may not read)."""
-        now, who = time.clock_gettime_ns(time.CLOCK_BOOTTIME), table.names(self.processes)
-        return [row.row(now, who) for row in self.blocks]
+    @staticmethod
+    def _holders(wanted: str, processes: dict[int, table.Process]) -> int:
+        found = (p.index for p in processes.values() if wanted == str(p.pid) or wanted in f"{p.name} ({p.pid})")
+        return sum(1 << index for index in found)
 
 
-def open_readonly(address: str) -> Snapshot:
-    """A snapshot of an arena. ForeignArena (not here, or another uid's), ArenaCorrupt, ConfigError (no address)."""
-    with _opened(address) as (live, ctl, _):
-        head, stats, blocks, processes = ctl.read()
-        used = table.processes(processes)
-        alive = frozenset(index for index in used if names.byte_taken(live, index))
-    return Snapshot(address, head, stats, list(table.blocks(blocks)), used, alive)
+class Look:
+    """One arena, live or dead, while `look()` has it open.
+
+    head: run_id, node, boot, created_ns, max_processes. processes: the used entries by index; alive: those of
+    them whose lock byte is held, the others are dead and not yet swept.
+    """
+
+    def __init__(self, address: str, live: int, ctl_fd: int, ctl: Ctl) -> None:
+        self.address, self.ctl = address, ctl
+        self._live, self._ctl_fd = live, ctl_fd
+        self.head = ctl.head()
+        self.processes = table.processes(ctl.processes())
+        self.alive = frozenset(index for index in self.processes if files.byte_taken(live, index))
+
+    @property
+    def names(self) -> table.Names:
+        """For rows and groups, with the ages of now."""
+        return table.names(self.processes)
+
+    def counts(self, *by: str) -> tuple[dict[str, int], dict[str, dict[str, dict[str, int]]]]:
+        """(counters of Arena.stats(), {by: {name: {"blocks", "bytes"}}}); each table's bytes sum to used_bytes."""
+        counters, groups = self.ctl.count(*by)
+        names = self.names
+        return counters, {key: names.groups(key, groups[key]) for key in by}
+
+    def rows(self, wanted: Filter, order: str | None = None, limit: int | None = None) -> Iterator[dict[str, Any]]:
+        """Blocks as Arena.ls() has them, one at a time: largest, oldest or by tag first, else in slot order.
+
+        A block that is freed before its turn comes is left out.
+        """
+        keys, slots = self.ctl.select(order, **wanted.arguments(self.processes))
+        return self.ctl.rows(self.names, _ordered(keys, slots, limit, largest=order == "size"))
+
+    def suspects(self, newest: int | None, limit: int) -> tuple[int, list[dict[str, Any]]]:
+        """(how many, rows of the oldest with "why") of what may leak: shipped over OLD_STEPS steps ago, an orphan, or
+        with a dead owner or reader that nobody swept yet. newest: the step that trains now."""
+        dead = [index for index in self.processes if index not in self.alive]
+        before = 0 if newest is None else newest - OLD_STEPS
+        births, slots = self.ctl.suspects(before, 0, sum(1 << index for index in dead))
+        names = self.names
+        gone = {names.process(index) for index in dead}
+        rows = self.ctl.rows(names, _ordered(births, slots, limit, largest=False))
+        return len(slots), [{**row, "why": _why(row, gone, newest)} for row in rows]
+
+    def is_live(self) -> bool:
+        """Whether any process is attached now."""
+        return files.byte_taken(self._live, 0, 256)
+
+    # ---------------------------------------------------------------------------------------------------------- fsck
+
+    def fsck(self) -> tuple[list[str], bool]:
+        """Checks every invariant -> (faults, whether the allocator's totals were checked too).
+
+        They are not when somebody had the allocator's lock during every look. In a live arena a block may be on its
+        way (retired a moment ago): only what LOOKS in a row show is a fault.
+        """
+        faults, whole = self._check()
+        for _ in range(LOOKS - 1 if faults and self.is_live() else 0):
+            time.sleep(0.002)
+            again, too = self._check()
+            faults, whole = [fault for fault in faults if fault in again], whole or too
+        return faults, whole
+
+    def _check(self) -> tuple[list[str], bool]:
+        for left in reversed(range(TRIES)):
+            before, owner = self.ctl.lock_word(), self.ctl.lock_owner()
+            if owner is not None and not files.byte_taken(self._live, owner):
+                return self._check_rebuilt()
+            faults = self.ctl.fsck()
+            whole = owner is None and self.ctl.lock_word() == before
+            if whole or not left:
+                return [fault for fault in faults if whole or fault.startswith("block ")], whole
+        raise AssertionError("unreachable")
+
+    def _check_rebuilt(self) -> tuple[list[str], bool]:
+        """As a takeover from the lock's dead owner would leave it: its maps may be half-way, the table is the truth."""
+        with mmap.mmap(self._ctl_fd, 0, mmap.MAP_PRIVATE) as private, Ctl(private) as ctl:
+            if not ctl.rebuild():
+                return ["the allocator's lock has a dead owner, and its maps cannot be made anew"], True
+            return ctl.fsck(), True
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def events(self, first: int = 0) -> list[dict[str, Any]]:
+        """What happened last, oldest first: number, event, process, age_s, slot, generation, detail, tag (while known).
+
+        At most 4,096 are kept. first: number of the first one wanted. detail: bytes; of ship the readers, of done the
+        reader, of adopt the owner before; slot of sweep and take over: the dead process.
+        """
+        found, names = self.ctl.events(first), self.names
+        here = self.ctl.rows(names, {slot for *_, slot, _, _ in found})
+        tags = {(row["slot"], row["generation"]): row["tag"] for row in here}
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        return [
+            {
+                "number": number,
+                "event": EVENTS[kind] if kind < len(EVENTS) else str(kind),
+                "process": names.process(process),
+                "age_s": round(max(0, now - at_ns) / 1e9, 3),
+                "slot": slot,
+                "generation": generation,
+                "detail": detail,
+                "tag": tags.get((slot, generation), ""),
+            }
+            for number, kind, process, at_ns, slot, generation, detail in found
+        ]
+
+
+def _why(row: dict[str, Any], dead: set[str], newest: int | None) -> list[str]:
+    reasons = []
+    if row["owner"] is None:
+        reasons.append("its owner died")
+    if row["owner"] in dead:
+        reasons.append("its owner is dead, not swept yet")
+    if dead.intersection(row["held_by"]):
+        reasons.append("a reader is dead, not swept yet")
+    if newest is not None and row["step"] is not None and row["step"] < newest - OLD_STEPS:
+        reasons.append(f"shipped {newest - row['step']} steps ago")
+    return reasons
+
+
+def _ordered(keys: list[Any], slots: list[int], limit: int | None, *, largest: bool) -> list[int]:
+    if not keys:
+        return slots[:limit]
+    pairs = zip(keys, slots, strict=True)
+    if limit is not None:
+        return [slot for _, slot in (heapq.nlargest if largest else heapq.nsmallest)(limit, pairs)]
+    return [slot for _, slot in sorted(pairs, reverse=largest)]
 
 
 @contextmanager
-def _opened(address: str) -> Iterator[tuple[int, Ctl, int]]:
-    """(live descriptor, ctl mapped read-only, its bytes) of an arena; the errors of open_readonly."""
+def look(address: str, *, fields: bool = False) -> Iterator[Look]:
+    """An arena, live or dead; `fields` maps its data too, to count by field.
+
+    ForeignArena (not here, another uid's, another version's), ArenaCorrupt (no arena yet, or one that contradicts
+    itself), ConfigError (no address).
+    """
+    where = _parsed(address)
+    opened: list[int] = []
     try:
-        where = names.parse(address)
-        live = where.open("live", write=True)  # probing a lock needs a description that could take it
-    except (FileNotFoundError, PermissionError) as error:
-        raise ForeignArena(f"{address} is not on this host for uid {os.geteuid()}: {error}") from error
+        live, ctl = _open(where, "live", opened), _open(where, "ctl", opened)
+        data = _mapped(where, _open(where, "data", opened), "data") if fields else None
+        with Ctl(_mapped(where, ctl, "ctl"), data) as mapped:
+            yield Look(where.address, live, ctl, mapped)
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def check(address: str) -> None:
+    """Raises what look() does, if it does."""
+    with look(address):
+        pass
+
+
+def _parsed(address: str) -> files.Files:
+    try:
+        return files.parse(address)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _open(where: files.Files, part: str, opened: list[int]) -> int:
     try:
-        with _mapped(where) as mapped, Ctl(mapped) as ctl:
-            yield live, ctl, len(mapped)
-    finally:
-        os.close(live)
+        fd = where.open(part, write=part == "live")  # probing a lock needs a description that could take it
+    except PermissionError as error:
+        raise ForeignArena(f"{where.address} is not uid {os.geteuid()}'s to read: {error}; ask its owner") from error
+    except FileNotFoundError as error:
+        if not opened or where.is_unlinked(opened[0]):
+            raise ForeignArena(f"{where.address} is not on this host, or was removed (shmrl arena ls)") from error
+        raise ArenaCorrupt(
+            f"{where.address} has no {part}: its creator died, or is not done; if it stays so: shmrl arena gc"
+        ) from None
+    opened.append(fd)
+    return fd
 
 
-@contextmanager
-def _mapped(where: names.Files) -> Iterator[mmap.mmap]:
-    try:
-        fd = where.open("ctl", write=False)
-    except FileNotFoundError:
-        raise ArenaCorrupt(f"{where.address} has no ctl: its creator died, or is not done") from None
-    try:
-        if os.fstat(fd).st_size == 0:
-            raise ArenaCorrupt(f"{where.address} has an empty ctl: its creator died, or is not done")
-        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
-            yield mapped
-    finally:
-        os.close(fd)
+def _mapped(where: files.Files, fd: int, part: str) -> mmap.mmap:
+    if os.fstat(fd).st_size == 0:
+        raise ArenaCorrupt(
+            f"{where.address} has an empty {part}: its creator died, or is not done; if it stays so: shmrl arena gc"
+        )
+    return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
 
 
-def fsck(address: str) -> tuple[list[str], bool]:
-    """Checks every invariant on copies -> (faults, whether the allocator's totals were checked too).
-
-    They are not when somebody had the allocator's lock during every copy. In a live arena a block may be on its way
-    (retired a moment ago): only what LOOKS copies in a row show is a fault.
-    """
-    with _opened(address) as (live, ctl, nbytes):
-        looks: list[tuple[list[str], bool]] = []
-        for _ in range(LOOKS if names.byte_taken(live, 0, 256) else 1):
-            looks.append(_look(live, ctl, nbytes))
-            time.sleep(0.002)
-    faults = [fault for fault in looks[0][0] if all(fault in others for others, _ in looks)]
-    return faults, any(whole for _, whole in looks)
-
-
-def _look(live: int, ctl: Ctl, nbytes: int) -> tuple[list[str], bool]:
-    for left in reversed(range(TRIES)):
-        with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
-            whole = ctl.copy(room)
-            with Ctl(room) as copy:
-                owner = copy.lock_owner()
-                if owner is not None and not names.byte_taken(live, owner):
-                    if not copy.rebuild():
-                        return ["the allocator's lock has a dead owner, and its maps cannot be made anew"], True
-                    whole = True
-                if whole or not left:
-                    return [fault for fault in copy.fsck() if whole or fault.startswith("block ")], whole
-    raise AssertionError("unreachable")
-
-
-def events(address: str, first: int = 0) -> list[dict[str, Any]]:
-    """What happened last, oldest first: number, event, process, age_s, slot, generation, detail, tag (while known).
-
-    At most 4,096 are kept. first: number of the first one wanted. detail: bytes; of ship the readers, of done the
-    reader, of adopt the owner before; slot of sweep and take over: the dead process.
-    """
-    with _opened(address) as (_, ctl, _):
-        _, _, blocks, processes = ctl.read()
-        found = ctl.events(first)
-    here = (table.block_at(blocks, slot) for slot in {slot for *_, slot, _, _ in found})
-    tags = {(row.slot, row.generation): row.tag for row in here if row is not None}
-    who, now = table.names(table.processes(processes)), time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    return [
-        {
-            "number": number,
-            "event": EVENTS[kind] if kind < len(EVENTS) else str(kind),
-            "process": who.get(process, f"process {process}"),
-            "age_s": round(max(0, now - at_ns) / 1e9, 3),
-            "slot": slot,
-            "generation": generation,
-            "detail": detail,
-            "tag": tags.get((slot, generation), ""),
-        }
-        for number, kind, process, at_ns, slot, generation, detail in found
-    ]
+# ---------------------------------------------------------------------------------------------------------- which
 
 
 def find(handle: Handle) -> str:
-    """Address of the named arena that a handle belongs to. ForeignArena."""
+    """Address of the arena that a handle belongs to. ForeignArena."""
     number = bytes(handle)[6:10].hex()
-    for where in names.listed():
-        if where.key.startswith(number):
+    for where in [*files.listed(), *files.listed_open()]:
+        if os.path.basename(where.key)[-32:].startswith(number):
             return where.address
-    raise ForeignArena(f"no arena of uid {os.geteuid()} in {names.SHM} begins with {number}; give its address")
+    raise ForeignArena(
+        f"no arena of uid {os.geteuid()} in {files.SHM} or open in a process begins with {number}; give its address"
+    )
 
 
 def holders(handle: Handle, address: str | None = None) -> dict[str, Any]:
@@ -175,50 +269,55 @@ def holders(handle: Handle, address: str | None = None) -> dict[str, Any]:
 
     StaleHandle if it is gone; the message says what its slot holds now. ForeignArena.
     """
-    seen = open_readonly(address or find(handle))
-    slot, generation = handle.slot, handle.generation
-    here = next((row for row in seen.blocks if row.slot == slot), None)
-    if here is None or here.generation != generation or here.nonce.to_bytes(8, "little") != handle.nonce:
-        now = "is free" if here is None else f"holds generation {here.generation}, tag {here.tag!r}"
-        raise StaleHandle(f"block {slot} generation {generation} of {seen.address} is gone: its slot {now}")
-    who = table.names(seen.processes)
-    row = here.row(time.clock_gettime_ns(time.CLOCK_BOOTTIME), who)
-    told = [one for one in events(seen.address) if (one["slot"], one["generation"]) == (slot, generation)]
-    alive = [who[index] for index in sorted(seen.alive)]
-    return {"address": seen.address, **row, "alive": alive, "events": told[-20:]}
+    with look(address or find(handle)) as seen:
+        names = seen.names
+        row = next(seen.ctl.rows(names, (handle.slot,)), None)
+        if row is None or row["handle"] != str(handle):
+            now = "is free" if row is None else f"holds generation {row['generation']}, tag {row['tag']!r}"
+            raise StaleHandle(
+                f"block {handle.slot} generation {handle.generation} of {seen.address} is gone: its slot {now}"
+            )
+        told = [one for one in seen.events() if (one["slot"], one["generation"]) == (row["slot"], row["generation"])]
+        alive = [names.process(index) for index in sorted(seen.alive)]
+        return {"address": seen.address, **row, "alive": alive, "events": told[-20:]}
 
 
-def list_arenas() -> list[dict[str, Any]]:
-    """Every named arena of this uid in /dev/shm: address, state (alive, dead, unfinished, foreign), run_id..."""
+def where(given: str | None = None) -> list[files.Files]:
+    """Arenas of this uid: in a directory, at an address, or without one those in /dev/shm and open in a process."""
+    if given is None:
+        return [*files.listed(), *files.listed_open()]
+    directory = given.removeprefix("file:")
+    return files.listed_in(directory) if os.path.isdir(directory) else [_parsed(given)]
+
+
+def list_arenas(given: str | None = None) -> list[dict[str, Any]]:
+    """Each of `where(given)`: address, state (alive, dead, unfinished, foreign), run_id, processes, counters."""
     out: list[dict[str, Any]] = []
-    for where in names.listed():
+    for one in where(given):
         try:
-            seen = open_readonly(where.address)
-        except ForeignArena as error:  # another version's, or unlinked meanwhile
-            if (names.SHM / where.name("live")[1:]).exists():
-                out.append({"address": where.address, "state": "foreign", "error": str(error)})
-            continue
+            with look(one.address) as seen:
+                out.append(
+                    {
+                        "address": one.address,
+                        "state": "alive" if seen.is_live() else "dead",
+                        "run_id": seen.head["run_id"],
+                        "processes": len(seen.alive),
+                        **seen.counts()[0],
+                    }
+                )
+        except ForeignArena as error:  # another version's or uid's, or removed meanwhile
+            if one in where(given):
+                out.append({"address": one.address, "state": "foreign", "error": str(error)})
         except ArenaCorrupt as error:
-            out.append({"address": where.address, "state": "unfinished", "error": str(error)})
-            continue
-        state = "alive" if seen.alive else "dead"
-        out.append(
-            {
-                "address": where.address,
-                "state": state,
-                "run_id": seen.head["run_id"],
-                "processes": len(seen.alive),
-                **seen.stats,
-            }
-        )
+            out.append({"address": one.address, "state": "unfinished", "error": str(error)})
     return out
 
 
-def gc() -> list[str]:
-    """Removes every arena of this uid that nobody is attached to -> their addresses."""
+def gc(given: str | None = None) -> list[str]:
+    """Removes every arena of this uid that nobody is attached to, in /dev/shm or a directory -> their addresses."""
     removed = []
-    for where in names.listed():
+    for one in files.listed() if given is None else where(given):
         with suppress(FileNotFoundError):
-            if names.remove_if_dead(where):
-                removed.append(where.address)
+            if files.remove_if_dead(one):
+                removed.append(one.address)
     return removed

@@ -7,6 +7,7 @@ nobody: that is how a directory is known to be garbage when the arena that named
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -41,7 +42,12 @@ def made(path: Path) -> int:
 
 def opened(path: Path) -> int:
     """A description of our own with the flock. FileNotFoundError: gone, or being removed; PermissionError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise FileNotFoundError(f"no spill directory {str(path)!r}: {error.strerror}") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if os.fstat(fd).st_nlink == 0:

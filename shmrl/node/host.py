@@ -61,7 +61,7 @@ def require_arena(arena: ArenaConfig) -> str:
             "<output_dir>/configs/, which a role is started with"
         )
     try:
-        inspect.open_readonly(arena.address)
+        inspect.check(arena.address)
     except (ArenaError, ValueError) as error:
         raise RunError(f"arena.address: {error}; is its `shmrl run` or `shmrl node` alive?") from None
     return arena.address

@@ -11,7 +11,7 @@ import mmap
 import random
 import sys
 
-from shmrl.arena import Arena, commands, files, inspect
+from shmrl.arena import Arena, commands, files, inspect, render
 from shmrl.errors import ArenaError
 from tests.arena import layout
 
@@ -126,9 +126,10 @@ def count(scene, arena, rng):
 
 def inspect_it(scene, arena, rng):
     address = scene.arena.address
-    rng.choice((inspect.open_readonly, inspect.fsck, inspect.events))(address)
-    commands.render_stats(commands.stats(address))
-    commands.render_top(commands.top(address))
+    with inspect.look(address) as seen:
+        rng.choice((seen.fsck, seen.events, lambda: list(seen.rows(inspect.Filter(), "size"))))()
+    render.stats(commands.stats(address))
+    render.top(commands.top(address))
 
 
 def collect(scene, arena, rng):

@@ -25,6 +25,7 @@ PRIVATE = re.compile(
     r"|live->\w+|\(?r\)->\w+|made\..*"  # locks of this process, the report, locals
 )
 
+READERS = ("arena_walk.c",)  # runs over mappings that are PROT_READ too: a store there would be a SIGSEGV
 LOCAL = ("tag", "a")  # targets of memcpy and memset
 
 
@@ -51,7 +52,7 @@ def stray():
     """[(file, line, text)] of writes through pointers that are neither helpers nor private memory."""
     found = []
     for name, text in sources().items():
-        if name.endswith(".h"):
+        if name.endswith(".h") or name in READERS:
             continue
         for number, line in enumerate(text.splitlines(), 1):
             found += [(name, number, target) for target in _targets(line) if not PRIVATE.fullmatch(target)]

@@ -9,6 +9,7 @@ import pytest
 from shmrl.arena._ctl import crc32c, crc_blocks
 from shmrl.errors import ChecksumError
 
+BLOCKS_OFF = 96  # in srl_header
 ROWS = np.arange(10_000 * 6, dtype=np.uint16).reshape(10_000, 6)
 
 
@@ -143,6 +144,6 @@ def test_columns_that_cannot_be_are_refused(arena, columns, message):
 
 def arena_offset(arena):
     """Where the only block begins in the data file: the first span of an empty arena."""
-    (row,) = arena.ls()
-    raw, _ = arena._table(False)
-    return int.from_bytes(raw[256 * row["slot"] + 8 :][:8], "little")
+    ctl = memoryview(arena._window(False))
+    blocks = int.from_bytes(ctl[BLOCKS_OFF:][:8], "little")
+    return int.from_bytes(ctl[blocks + 256 * arena.ls()[0]["slot"] + 8 :][:8], "little")

@@ -10,9 +10,7 @@ from tests.arena.test_crashes import build
 
 ENV = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the driver ends with its memory
 ROOT = Path(__file__).parents[2]
-CORE = [
-    ROOT / "csrc" / f"arena_{name}.c" for name in ("alloc", "block", "events", "live", "lock", "open", "spill", "sweep")
-]
+CORE = sorted((ROOT / "csrc").glob("arena_*.c"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shmrl.arena import Arena, commands, doctor, files, inspect, placement, unlink
+from shmrl.arena import Arena, commands, doctor, files, inspect, placement, render, unlink
 from shmrl.errors import ArenaCorrupt, ForeignArena
 
 
@@ -88,7 +88,7 @@ def test_what_a_creator_left_half_made_is_garbage():
     (row,) = [row for row in inspect.list_arenas() if row["address"] == where.address]
     assert row["state"] == "unfinished"
     with pytest.raises(ArenaCorrupt, match="no ctl"):
-        inspect.open_readonly(where.address)
+        inspect.check(where.address)
     assert where.address in inspect.gc()
 
 
@@ -145,15 +145,15 @@ def test_bad_arguments_leave_nothing(arguments):
 
 def test_commands_show_what_is_there(arena):
     handle = arena.put(bytes(100_000), tag="run/src/g/e")
-    assert arena.address in commands.render_ls(commands.ls())
+    assert arena.address in render.ls(commands.ls())
     (row,) = commands.stats(arena.address)
     assert (row["run_id"], row["blocks"], row["used_bytes"]) == ("test", 1, 131_072)
     assert row["by_source"] == {"src": {"blocks": 1, "bytes": 131_072}}
     assert [(p["pid"], p["alive"]) for p in row["attached"]] == [(os.getpid(), True)]
-    text = commands.render_stats([row])
+    text = render.stats([row])
     assert "1 blocks, 128.0 KiB used" in text
     assert str(os.getpid()) in text
-    assert commands.render_gc(commands.gc()).endswith("freed")
+    assert render.gc(commands.gc()).endswith("freed")
     arena.free(handle)
 
 

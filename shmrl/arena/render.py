@@ -1,0 +1,192 @@
+"""What `shmrl arena ...` prints for people: `commands`' values as text, without colours, and a view that redraws.
+
+Called by the CLI. Tables are as wide as what is in them; the live view alone cuts to the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from shmrl.arena import table
+from shmrl.arena.memory import human
+
+Row = dict[str, Any]
+ROWS = 20  # of one table of stats
+_BLOCK = "{:>10}  {:<24} {:>6} {:>9}  {:<28} {:<44} {}"
+
+
+def ls(rows: list[Row]) -> str:
+    """A table, one line per arena; why, below, for those that could not be read."""
+    if not rows:
+        return f"no arenas of uid {os.geteuid()} in /dev/shm or open in a process"
+    lines = [("ADDRESS", "STATE", "RUN", "PROCESSES", "BLOCKS", "USED", "CAPACITY")]
+    for row in rows:
+        if "error" in row:
+            lines.append((row["address"], row["state"], "", "", "", "", ""))
+            continue
+        used, capacity = human(row["used_bytes"]), human(row["capacity_bytes"])
+        lines.append(
+            (row["address"], row["state"], row["run_id"], str(row["processes"]), str(row["blocks"]), used, capacity)
+        )
+    return "\n".join([_table(lines), *(f"  {row['error']}" for row in rows if "error" in row)])
+
+
+def blocks(rows: Iterable[Row], limit: int | None) -> Iterator[str]:
+    """A heading and a line per block, as they come; a note if there are more than `limit`."""
+    yield _BLOCK.format("BYTES", "STATE", "STEP", "AGE", "OWNER", "TAG", "HANDLE")
+    for n, row in enumerate(rows):
+        if n == limit:
+            yield f"... and more: --limit {2 * n}, or --source, --step, --holder, --state"
+            return
+        yield _block(row)
+
+
+def _block(row: Row) -> str:
+    state = " ".join([row["state"], *row["flags"]])
+    step = "-" if row["step"] is None else str(row["step"])
+    nbytes = human(row["span_bytes"] or row["nbytes"])
+    return _BLOCK.format(
+        nbytes, state, step, _age(row["age_s"]), row["owner"] or "orphan", row["tag"] or "-", row["handle"]
+    )
+
+
+def stats(rows: list[Row]) -> str:
+    """Counters, who is attached, then one table per grouping, largest first."""
+    return "\n\n".join(_stats(row) for row in rows) if rows else "no live arenas"
+
+
+def _stats(row: Row) -> str:
+    used, committed, capacity = (human(row[f"{key}_bytes"]) for key in ("used", "committed", "capacity"))
+    lines = [
+        f"{row['address']}  run {row['run_id']}",
+        f"  {row['blocks']} blocks, {used} used (peak {human(row['peak_bytes'])}) of {committed} committed, "
+        f"{capacity} capacity",
+        f"  {row['created']} created, {row['freed']} freed, {row['orphaned']} orphaned, "
+        f"{row['spilled']} spilled, {row['waits']} waits",
+    ]
+    lines += [f"  {'alive' if p['alive'] else 'DEAD '} {p['pid']:>8}  {p['name']}" for p in row["attached"]]
+    for by in table.BY:
+        groups = sorted(row.get(f"by_{by}", {}).items(), key=lambda item: -item[1]["bytes"])
+        cells = [(name or "-", str(group["blocks"]), human(group["bytes"])) for name, group in groups[:ROWS]]
+        lines += _section((by.upper(), "BLOCKS", "BYTES"), cells)
+        lines += [f"... and {len(groups) - ROWS} more (--json has them all)"] if len(groups) > ROWS else []
+    return "\n".join(lines)
+
+
+def top(rows: list[Row]) -> str:
+    """Per arena: totals, suspects, the groups with the most bytes, the largest and the oldest blocks."""
+    return "\n\n".join(_top(row) for row in rows) if rows else "no live arenas"
+
+
+def _top(row: Row) -> str:
+    used, committed, capacity = (row[f"{key}_bytes"] for key in ("used", "committed", "capacity"))
+    step = "" if row["newest_step"] is None else f", step {row['newest_step']}"
+    lines = [
+        f"{row['address']}  run {row['run_id']}  {human(used)} ({100 * used / capacity:.1f}%) of {human(capacity)} "
+        f"used, {human(committed)} committed, {row['blocks']} blocks, {row['orphaned']} orphans{step}"
+    ]
+    suspects = row["suspects"]
+    lines += _section(
+        (f"SUSPECTS ({suspects['blocks']})", "BYTES", "AGE", "WHY"),
+        [(*_sized(one), _age(one["age_s"]), "; ".join(one["why"])) for one in suspects["rows"]],
+    )
+    for by in table.BY:
+        groups = [(one[by] or "-", human(one["bytes"]), str(one["blocks"])) for one in row[by]]
+        lines += _section((by.upper(), "BYTES", "BLOCKS"), groups)
+    for which in ("largest", "oldest"):
+        found = [(*_sized(one), one["state"], one["owner"] or "orphan", _age(one["age_s"])) for one in row[which]]
+        lines += _section((which.upper(), "BYTES", "STATE", "OWNER", "AGE"), found)
+    return "\n".join(lines)
+
+
+def _section(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A table below an empty line; nothing when there are no rows."""
+    return ["", _table([heading, *rows])] if rows else []
+
+
+def _sized(row: Row) -> tuple[str, str]:
+    name = row["tag"] or f"block {row['slot']} generation {row['generation']}"
+    return name, human(row["span_bytes"] or row["nbytes"])
+
+
+def live(frame: Callable[[], str], period_s: float = 1.0) -> None:
+    """Redraws a frame on the terminal until Ctrl-C; a frame that takes long comes less often."""
+    while True:
+        began = time.monotonic()
+        width, height = shutil.get_terminal_size()
+        lines = [line[:width] for line in frame().splitlines()[: height - 1]]
+        sys.stdout.write("\x1b[H\x1b[J" + "\n".join(lines) + "\n")
+        sys.stdout.flush()
+        time.sleep(max(period_s, 4 * (time.monotonic() - began)))
+
+
+def holders(row: Row) -> str:
+    """What is known of one block, one fact per line."""
+
+    def life(name: str) -> str:
+        return name if name in row["alive"] else f"{name}, DEAD"
+
+    done = ", ".join(map(str, row["done"])) or "none"
+    facts = (
+        ("block", f"{row['slot']} generation {row['generation']} of {row['address']}"),
+        ("state", " ".join([row["state"], *row["flags"]])),
+        ("tag", row["tag"] or "-"),
+        ("bytes", f"{row['nbytes']} ({human(row['span_bytes'])} of the arena)"),
+        ("age", _age(row["age_s"])),
+        ("owner", "nobody: an orphan" if row["owner"] is None else life(row["owner"])),
+        ("read by", "; ".join(life(name) for name in row["held_by"]) or "nobody"),
+        ("shipped to", f"{row['readers']} readers, step {row['step']}, done: {done}" if row["readers"] else "nobody"),
+    )
+    lines = [f"{name:<11} {value}" for name, value in facts]
+    return "\n".join([*lines, *([""] if row["events"] else []), *(event(one) for one in row["events"])])
+
+
+def fsck(rows: list[Row]) -> str:
+    """How many faults, and every one on a line of its own."""
+    lines = []
+    for row in rows:
+        note = "" if row["totals_checked"] else " (too busy to add up the allocator's totals)"
+        lines.append(f"{row['address']}: {len(row['faults']) or 'no'} faults{note}")
+        lines += [f"  {fault}" for fault in row["faults"]]
+    return "\n".join(lines) if lines else f"no arenas of uid {os.geteuid()} in /dev/shm or open in a process"
+
+
+def event(one: Row) -> str:
+    """One event on a line."""
+    name, detail = one["event"], one["detail"]
+    block = f"block {one['slot']} generation {one['generation']}"
+    what = {
+        "ship": f"{block} to {detail} readers",
+        "done": f"{block} by reader {detail}",
+        "adopt": f"{block} from process {detail}",
+        "sweep": f"process {one['slot']}",
+        "take over": f"the lock of process {one['slot']}",
+        "full": f"no room for {human(detail)}",
+    }.get(name, f"{block} {human(detail)}")
+    when = f"{one['number']:>8}  -{one['age_s']:<9.3f}"
+    return f"{when} {one['process']:<24} {name:<9} {what}  {one['tag']}".rstrip()
+
+
+def gc(result: Row) -> str:
+    """What was removed."""
+    lines = [f"removed {address}" for address in result["removed"]]
+    return "\n".join([*lines, f"{len(lines)} dead arenas removed, {human(result['freed_bytes'])} freed"])
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
