@@ -177,12 +177,16 @@ class Trainer:
 
 @dataclass
 class Inference:
-    """Serve the policy with the embedded engine, on vLLM's HTTP routes."""
+    """Serve the policy: with the embedded engine, on vLLM's HTTP routes, or by becoming a vLLM server."""
 
     files: Files
 
     def __call__(self, flags: Flags) -> int:
         tree = _run_tree("inference", self.files, flags)
+        if tree.inference.backend == "vllm":
+            from shmrl.inference.vllm import launch
+
+            launch.run(tree)
         from shmrl.node.host import require_torch
 
         require_torch()
@@ -190,7 +194,7 @@ class Inference:
 
         engine = tree.inference
         server.run(
-            tree.initial_weights,
+            tree.newest_weights,
             engine.host,
             engine.port,
             served_name=tree.model.name,

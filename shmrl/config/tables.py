@@ -30,6 +30,12 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
+class Restarts(Table):
+    """`[run.restarts]`: how often a role that dies is started again in place, the arena kept, before the run ends."""
+
+    inference: Count = 0
+
+
 class Run(Table):
     """`[run]`: what this run is called, where it writes, how long it goes."""
 
@@ -37,6 +43,7 @@ class Run(Table):
     output_dir: Path = Path("runs/run")
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     max_steps: Positive = 100
+    restarts: Restarts = Restarts()
 
 
 class Log(Table):
@@ -136,10 +143,38 @@ class ArenaConfig(Table):
         return self
 
 
-class Inference(Table):
-    """`[inference]`: the engine that shmrl starts, or `urls` of engines that someone else runs."""
+VLLM_SET_HERE = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "served_model_name": "model.name",
+    "seed": "run.seed",
+    "host": "inference.host",
+    "port": "inference.port",
+    "dtype": "inference.dtype",
+    "max_model_len": "inference.max_model_len",
+    "max_num_seqs": "inference.max_num_seqs",
+    "max_logprobs": "inference.max_logprobs",
+    "logprobs_mode": "inference.logprobs_mode",
+    "enable_return_routed_experts": "trainer.router_replay",
+    "return_sampling_mask": "trainer.sampling_replay",
+    "worker_extension_cls": "",
+    "generation_config": "",
+    "enable_scale_out": "",
+}
+"""Arguments of vLLM that shmrl sets, and the key they come from ("": fixed)."""
 
-    backend: Literal["embedded"] = "embedded"
+
+class Inference(Table):
+    """`[inference]`: the engine that shmrl starts, or `urls` of engines that someone else runs.
+
+    With backend = "vllm", `python` is the interpreter that has vLLM (default: this one), and every key of
+    `[inference.vllm]` becomes an argument of its server: `tensor_parallel_size = 2` is `--tensor-parallel-size 2`.
+    colocate: engine and trainer share GPUs: the engine sleeps while a step is trained.
+    """
+
+    backend: Literal["embedded", "vllm"] = "embedded"
+    python: Path | None = None
+    vllm: dict[str, Any] = {}
     host: str = "127.0.0.1"
     port: Port = 8000
     urls: list[Url] = []
@@ -150,7 +185,20 @@ class Inference(Table):
     max_logprobs: Positive = 64
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     update_mode: Literal["wait", "keep", "abort"] = "keep"
+    colocate: bool = False
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="after")
+    def _vllm(self) -> Inference:
+        given = [key for key, value in (("python", self.python), ("[inference.vllm]", self.vllm)) if value]
+        if self.backend != "vllm" and (given or self.colocate):
+            raise ValueError(f"{', '.join([*given, *['colocate'] * self.colocate])}: only with backend = 'vllm'")
+        if given and self.urls:
+            raise ValueError(f"{' and '.join(given)} are for an engine started here, and urls names others")
+        for key in (key.replace("-", "_") for key in self.vllm):
+            if key in VLLM_SET_HERE:
+                raise ValueError(f"vllm.{key} is set by shmrl, from {VLLM_SET_HERE[key] or 'what it needs'}")
+        return self
 
     @property
     def engine_urls(self) -> list[str]:

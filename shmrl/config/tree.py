@@ -12,6 +12,7 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -217,9 +218,14 @@ class RunTree(Table):
         run = self.run.model_copy(update={"output_dir": self.run.output_dir.resolve()})
         path = self.model.path and self.model.path.resolve()
         base = self.arena.base and self.arena.base.resolve()
-        model = self.model.model_copy(update={"path": path})
+        python = self.inference.python and self.inference.python.absolute()  # a venv's is a link: it must stay one
         return self.model_copy(
-            update={"run": run, "model": model, "arena": self.arena.model_copy(update={"base": base})}
+            update={
+                "run": run,
+                "model": self.model.model_copy(update={"path": path}),
+                "arena": self.arena.model_copy(update={"base": base}),
+                "inference": self.inference.model_copy(update={"python": python}),
+            }
         )
 
     @property
@@ -241,6 +247,32 @@ class RunTree(Table):
     def weights_dir(self, version: int) -> Path:
         """Directory of one published policy version (Hugging Face layout, safetensors)."""
         return self.run.output_dir / "weights" / f"step_{version}"
+
+    @property
+    def shared_weights(self) -> Path | None:
+        """Directory in shared memory through which ranks hand weights to a vLLM on this host; else None.
+
+        Files there are mapped by the engine's workers: no disk, no copy through a socket.
+        """
+        hosts = {urlsplit(url).hostname for url in self.inference.urls}
+        if self.inference.backend != "vllm" or not hosts <= {"127.0.0.1", "::1", "localhost"}:
+            return None
+        return Path("/dev/shm") / f"shmrl-weights-{os.getuid()}-{self.socket_dir.name}"
+
+    def published_dir(self, version: int) -> Path:
+        """Where the ranks publish a policy version for the engines."""
+        shared = self.shared_weights
+        return self.weights_dir(version) if shared is None else shared / f"step_{version}"
+
+    @property
+    def newest_weights(self) -> Path:
+        """What an engine starts with: the newest published version, so that one restarted in place is not behind."""
+        versions = {
+            int(number): path
+            for path in self.published_dir(0).parent.glob("step_*")
+            if (number := path.name.removeprefix("step_")).isdigit()
+        }
+        return versions[max(versions)] if versions else self.initial_weights
 
     @property
     def captured(self) -> tuple[str, ...]:

@@ -19,11 +19,11 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from shmrl.config.shape import read_shape
 from shmrl.errors import EnvError
 
 _PROBE = "\u241f"
 """Stands for an assistant's reply when the template is asked what surrounds one."""
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 Messages = Sequence[Mapping[str, Any]]
@@ -39,8 +39,7 @@ class ChatFormat:
     """Rendering and tokenising for one model directory.
 
     Attributes:
-        stop_ids: ids that end a turn. num_experts, num_layers, top_k: the router's shape (num_experts None: dense).
-        vocab: number of ids the model knows.
+        stop_ids: ids that end a turn. shape: layers, experts and vocabulary of the model.
 
     Example:
         >>> chat = chat_format("runs/run/weights/step_0")
@@ -56,10 +55,10 @@ class ChatFormat:
         self._specials = {key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
         self._template = _compile(_template_text(directory, settings))
         self.stop_ids = self._stop_ids(config)
-        self.num_experts: int | None = next((config[key] for key in _EXPERTS if config.get(key)), None)
-        self.num_layers = int(config.get("num_hidden_layers", 0))
-        self.top_k: int | None = config.get("num_experts_per_tok")
-        self.vocab: int | None = config.get("vocab_size")
+        try:
+            self.shape = read_shape(config)
+        except KeyError as error:
+            raise EnvError(f"{directory}: config.json has no {error}") from None
 
     def prompt(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[int]:
         """Ids of a conversation that starts here, up to where the assistant speaks."""

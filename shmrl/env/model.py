@@ -20,7 +20,7 @@ from shmrl.errors import EngineError, EnvError, ProtocolError
 from shmrl.payload import BranchBuilder
 
 if TYPE_CHECKING:
-    from shmrl.inference.client import Generation
+    from shmrl.inference.answers import Generation
     from shmrl.payload import Branch
 
 MAX_ABORTS = 64
@@ -37,6 +37,7 @@ class Engine(Protocol):
         *,
         routed_experts_prompt_start: int,
         cache_salt: str | None,
+        derive_masks: bool,
     ) -> Generation: ...
 
 
@@ -49,6 +50,7 @@ class ModelSpec:
         sampling: temperature, top_p, top_k, min_p, max_tokens. version: the policy version at dispatch.
         fields: what to capture: routing, head, mask. head: width of the captured top-k. max_model_len: tokens.
         logprobs_mode: what the engine returns: "processed" (after temperature and truncation) or "raw".
+        derive_masks: the engine returns no sampling masks; they are read off its log-probabilities.
     """
 
     urls: tuple[str, ...]
@@ -61,6 +63,7 @@ class ModelSpec:
     head: int = 0
     max_model_len: int = 1024
     logprobs_mode: str = "processed"
+    derive_masks: bool = False
 
     @classmethod
     def from_wire(cls, raw: Any) -> ModelSpec:
@@ -245,17 +248,18 @@ class Model:
     def _builder(self) -> BranchBuilder:
         fields, chat = self.spec.fields, self._format
         head_k = self.spec.head if "head" in fields else 0
-        captured: dict[str, Any] = {"head_k": head_k, "mask": "mask" in fields, "vocab": chat.vocab}
+        captured: dict[str, Any] = {"head_k": head_k, "mask": "mask" in fields, "vocab": chat.shape.vocab}
         if "routing" not in fields:
             return BranchBuilder(**captured)
-        if chat.num_experts is None:
+        if not chat.shape.experts:
             raise EnvError(
                 f"{chat.directory}: routing is to be captured, but config.json names no experts: a dense model"
             )
         return BranchBuilder(
-            num_experts=chat.num_experts,
-            layers=range(chat.num_layers),
-            top_k=chat.top_k,
+            num_experts=chat.shape.experts,
+            layers=chat.shape.moe_layers,
+            decoder_layers=chat.shape.layers,
+            top_k=chat.shape.top_k,
             **captured,
         )
 
@@ -272,6 +276,7 @@ class Model:
                 self._sampling(room - len(ids)),
                 routed_experts_prompt_start=conversation.builder.covered,
                 cache_salt=self.spec.cache_salt,
+                derive_masks=self.spec.derive_masks and "mask" in self.spec.fields,
             )
             await asyncio.to_thread(conversation.builder.add_turn, prompt + ids, answer)
             ids += answer.token_ids

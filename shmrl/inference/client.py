@@ -9,55 +9,33 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import random
-import re
+import secrets
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
 
 from shmrl.errors import EngineError
+from shmrl.inference.answers import Generation, parse_metrics, read_generation
 
 log = logging.getLogger(__name__)
 LOAD_METHOD = "shmrl_load_weights"
-FILTERED_BELOW = -9000.0  # engines write -9999.0 for the -inf of a token the sampler had excluded
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+KEEPALIVE_S = 2.0  # vLLM closes idle connections after 5 s, and a call that meets that is lost
+STICKY_EXCESS = 16  # a prefix stays on its engine until that has so many more requests in flight than the least busy
 MAX_FAULTS = 3  # attempts of a request that reached an engine and failed there; an engine that is away is waited for
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One choice, as the engine sent it.
-
-    Attributes:
-        token_ids: T sampled ids. logprobs: T of them, the sampled tokens' own.
-        finish_reason: "stop", "length" or "abort"; stop_reason: the stop id or string that ended it.
-        top_logprobs: (ids, values) per token, the sampled token first, -9999.0 = excluded; None when not asked for.
-        routed_experts: base64 of a .npy, [prompt + T - 1 - routed_experts_prompt_start, layers, top_k]; None if absent.
-        sampling_mask: ids the sampler kept, ascending, per token; None where nothing was truncated or it is not known.
-        weight_versions: (version, start, end) over the tokens; empty from engines that do not say.
-        url: the engine that answered.
-
-    Example: Generation([113, 4], "length", None, [-2.0, -0.9], None, "k05V...", [[19, 113], [4]], [("7", 0, 2)], url)
-    """
-
-    token_ids: list[int]
-    finish_reason: str
-    stop_reason: int | str | None
-    logprobs: list[float]
-    top_logprobs: list[tuple[list[int], list[float]]] | None
-    routed_experts: str | None
-    sampling_mask: list[list[int]] | None
-    weight_versions: list[tuple[str, int, int]]
-    url: str
-
-
 class EngineClient:
-    """Spreads requests over engines (least in flight, or fixed by cache_salt) and retries what may be retried.
+    """Spreads requests over engines and retries what may be retried.
+
+    Requests of one cache_salt share a prefix, and go to the same engine as long as it is not much busier than the
+    others; those without go to the one with the fewest in flight. An engine without vLLM's token route is asked through
+    completions, with token ids as well.
 
     Args:
         urls: base addresses, e.g. ["http://127.0.0.1:8000"].
@@ -72,6 +50,7 @@ class EngineClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._inflight = dict.fromkeys(self.urls, 0)
         self._told: set[tuple[str, str]] = set()
+        self._without_generate: set[str] = set()
         self._session: aiohttp.ClientSession | None = None
         self._reader = ThreadPoolExecutor(1, "answers")  # one: more would only take the interpreter from the loop
 
@@ -83,19 +62,35 @@ class EngineClient:
         routed_experts_prompt_start: int = 0,
         cache_salt: str | None = None,
         request_id: str | None = None,
+        derive_masks: bool = False,
     ) -> Generation:
         """Continue a prompt. `sampling` holds vLLM's names; without `logprobs` only the sampled tokens' are asked for.
+
+        derive_masks: the engine sends no sampling masks of its own; they are read off `top_k` log-probabilities, of
+        which the answer keeps as many as `sampling` asks for.
 
         Raises EngineError: refused by the engine, unreadable, or not answered within the deadline. Cancelling drops
         the connection, which aborts the request on the engine.
         """
         params = {"logprobs": 0, **sampling}
+        head = int(params["logprobs"])
+        if derive_masks:
+            params["logprobs"] = max(head, int(params.get("top_k") or 0))
         if routed_experts_prompt_start:
             params["routed_experts_prompt_start"] = routed_experts_prompt_start
-        body = {"token_ids": token_ids, "sampling_params": params, "stream": False}
-        body |= {k: v for k, v in (("cache_salt", cache_salt), ("request_id", request_id)) if v is not None}
-        url, text = await self._with_retries("/inference/v1/generate", body, cache_salt)
-        return await asyncio.get_running_loop().run_in_executor(self._reader, _read_generation, text, url, params)
+        common = {k: v for k, v in (("cache_salt", cache_salt), ("request_id", request_id)) if v is not None}
+        url, text = await self._with_retries(token_ids, params, common, cache_salt)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read_generation, text, url, params, head)
+
+    async def prompt_logprobs(self, url: str, token_ids: list[int]) -> list[float]:
+        """log p of token_ids[1:] given what precedes them, under the weights of now; vLLM only."""
+        body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        text = await self._control("POST", url, COMPLETIONS, body | {"cache_salt": secrets.token_hex(8)})
+        try:
+            rows = json.loads(text)["choices"][0]["prompt_logprobs"][1:]
+            return [float(row[str(token)]["logprob"]) for row, token in zip(rows, token_ids[1:], strict=True)]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise EngineError(f"{url} scored no prompt: {type(error).__name__}: {error}") from error
 
     # ------------------------------------------------------------------------------------------------ load and weights
 
@@ -116,6 +111,22 @@ class EngineClient:
             if time.monotonic() > deadline:
                 raise EngineError(f"{url} is not healthy: {reason}")
             await asyncio.sleep(0.1)
+
+    async def versions(self) -> list[str]:
+        """What each engine calls its version, e.g. "0.30.0"; EngineError where one does not say."""
+        found = await self._everywhere(lambda url: self._control("GET", url, "/version"))
+        return [str(json.loads(text)["version"]) for text in found]
+
+    async def labels(self) -> list[str | None]:
+        """The weight version each engine says it serves; None where it is away or does not say."""
+
+        async def label(url: str) -> str | None:
+            try:
+                return str(json.loads(await self._control("GET", url, "/weight_info"))["weight_version"])
+            except (EngineError, ValueError, KeyError):
+                return None
+
+        return await self._everywhere(label)
 
     async def metrics(self) -> dict[str, dict[str, float]]:
         """Per url, every Prometheus sample by name (summed over labels), e.g. "vllm:kv_cache_usage_perc" in 0..1."""
@@ -144,9 +155,27 @@ class EngineClient:
             await asyncio.shield(self.resume())
 
     async def _load(self, url: str, path: str, version: str) -> None:
-        await self._control("POST", url, "/collective_rpc", {"method": LOAD_METHOD, "args": [path], "kwargs": {}})
+        await self.call_workers(url, LOAD_METHOD, path)
         await self._control("POST", url, "/reset_prefix_cache")
-        await self._control("POST", url, "/update_weight_version", {"new_version": version})
+        await self._control("POST", url, "/update_weight_version", {"new_version": version}, optional=True)
+
+    async def call_workers(self, url: str, method: str, *args: str) -> list[Any]:
+        """Call a method of an engine's every worker; their results. EngineError if one of them says it failed."""
+        body = {"method": method, "args": list(args), "kwargs": {}}
+        text = await self._control("POST", url, "/collective_rpc", body)
+        results = json.loads(text).get("results") or [] if text else []
+        failed = [result["error"] for result in results if isinstance(result, dict) and "error" in result]
+        if failed:
+            raise EngineError(f"{url}: {method}: {failed[0]}")
+        return list(results)
+
+    async def sleep(self) -> None:
+        """Give the engines' accelerator memory to somebody else: weights go to the host, the KV cache is dropped."""
+        await self._everywhere(lambda url: self._control("POST", url, "/sleep?level=1"))
+
+    async def wake(self) -> None:
+        """Take the memory back after `sleep`."""
+        await self._everywhere(lambda url: self._control("POST", url, "/wake_up"))
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -174,26 +203,44 @@ class EngineClient:
             raise EngineError("; ".join(map(str, failed))) from failed[0]
         return list(found)
 
-    async def _control(self, method: str, url: str, path: str, body: Any = None) -> str:
-        """One attempt, since these calls change state; the body of a 200, EngineError otherwise."""
+    async def _control(self, method: str, url: str, path: str, body: Any = None, *, optional: bool = False) -> str:
+        """One attempt, since these calls change state; the body of a 200, EngineError otherwise.
+
+        optional: some versions have no such route, and nothing depends on it.
+        """
         try:
             status, text = await self._call(method, url, path, body, self._timeout_s)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise EngineError(f"{url}{path}: {_said(error)}") from error
-        if status != 200:
+        if status != 200 and not (optional and status == 404):
             raise EngineError(f"{url}{path} answered {status}: {_message(text)}")
         return text
 
-    async def _with_retries(self, path: str, body: Any, key: str | None) -> tuple[str, str]:
+    def _request(
+        self, url: str, token_ids: list[int], params: dict[str, Any], common: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """(path, body) of a generation in the dialect of this engine."""
+        if url not in self._without_generate:
+            return GENERATE, {"token_ids": token_ids, "sampling_params": params, "stream": False, **common}
+        ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}  # texts of ids are not unique
+        return COMPLETIONS, {"prompt": token_ids, **params, **ids, "stream": False, **common}
+
+    async def _with_retries(
+        self, token_ids: list[int], params: dict[str, Any], common: dict[str, Any], key: str | None
+    ) -> tuple[str, str]:
         """(url, body). Waits for engines that are away or busy until the deadline; gives up early on real faults."""
         deadline, faults, tries, avoid = time.monotonic() + self._timeout_s, 0, 0, None
         while True:
             url = self._choose(key, avoid)
+            path, body = self._request(url, token_ids, params, common)
             self._inflight[url] += 1
             try:
                 status, text = await self._call("POST", url, path, body, deadline - time.monotonic())
                 if status == 200:
                     return url, text
+                if status == 404 and path == GENERATE:
+                    self._without_generate.add(url)
+                    continue
                 reason, fault = f"{status}: {_message(text)}", status not in (429, 503)
                 if 400 <= status < 500 and fault:
                     raise EngineError(f"{url}{path} answered {reason}")
@@ -213,9 +260,11 @@ class EngineClient:
     def _choose(self, key: str | None, avoid: str | None) -> str:
         """The engine for this key, else the least busy one; not the one that has just failed where there is another."""
         urls = [url for url in self.urls if url != avoid] or self.urls
-        if key is not None:
-            return urls[zlib.crc32(key.encode()) % len(urls)]
-        return min(urls, key=lambda url: (self._inflight[url], random.random()))
+        idlest = min(urls, key=lambda url: (self._inflight[url], random.random()))
+        if key is None:
+            return idlest
+        sticky = urls[zlib.crc32(key.encode()) % len(urls)]
+        return sticky if self._inflight[sticky] <= self._inflight[idlest] + STICKY_EXCESS else idlest
 
     def _tell(self, url: str, reason: str) -> None:
         """Each kind of trouble is logged when it first happens, not once per request."""
@@ -225,94 +274,21 @@ class EngineClient:
 
     async def _call(self, method: str, url: str, path: str, body: Any, timeout_s: float) -> tuple[int, str]:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=False)
         timeout = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), sock_connect=10)
         async with self._session.request(method, url + path, json=body, timeout=timeout) as response:
             return response.status, await response.text(errors="replace")
 
 
-# ----------------------------------------------------------------------------------------------------------- parsing
-
-
-def _read_generation(text: str, url: str, sampling: Mapping[str, Any]) -> Generation:
-    """Runs beside the event loop. Heads are a JSON object per id, megabytes of them in a long answer."""
-    try:
-        answer = json.loads(text, object_hook=_let_the_loop_turn)
-    except ValueError as error:
-        raise EngineError(f"{url} sent no JSON: {error}") from error
-    return parse_generation(answer, url, sampling)
-
-
-def _let_the_loop_turn(entry: dict[str, Any]) -> dict[str, Any]:
-    """A call of Python code per object: the decoder alone would keep the interpreter lock to the end."""
-    return entry
-
-
-def parse_generation(answer: Mapping[str, Any], url: str, sampling: Mapping[str, Any]) -> Generation:
-    """The first choice of a /inference/v1/generate answer (the forms of vLLM 0.30 and 0.32); EngineError if unreadable.
-
-    Engines that send no sampling mask still send every kept id when `logprobs` >= `top_k`: those above -9000.
-    """
-    try:
-        choice = answer["choices"][0]
-        content = (choice.get("logprobs") or {}).get("content")
-        if content is None or len(content) != len(choice["token_ids"]):
-            have = "none" if content is None else len(content)
-            raise EngineError(f"{url} sent {len(choice['token_ids'])} tokens with {have} log-probabilities")
-        heads, mask = None, choice.get("sampling_mask")
-        if sampling.get("logprobs"):
-            heads = [
-                ([_id(e) for e in c["top_logprobs"]], [float(e["logprob"]) for e in c["top_logprobs"]]) for c in content
-            ]
-        return Generation(
-            token_ids=list(choice["token_ids"]),
-            finish_reason=choice["finish_reason"],
-            stop_reason=choice.get("stop_reason"),
-            logprobs=[float(entry["logprob"]) for entry in content],
-            top_logprobs=heads,
-            routed_experts=choice.get("routed_experts"),
-            sampling_mask=_derived_mask(heads, sampling) if mask is None else mask,
-            weight_versions=[(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ()],
-            url=url,
-        )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise EngineError(f"{url} sent an answer this client cannot read: {type(error).__name__}: {error}") from error
-
-
-def _id(entry: Mapping[str, Any]) -> int:
-    """The token id of a log-probability entry: `token_id` (0.32) or the text "token_id:N" (0.30)."""
-    return int(entry["token_id"]) if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))
-
-
-def _derived_mask(
-    heads: list[tuple[list[int], list[float]]] | None, sampling: Mapping[str, Any]
-) -> list[list[int]] | None:
-    """Kept ids from heads that hold all of them. None when they do not: too narrow, or raw log-probabilities."""
-    top_k = int(sampling.get("top_k") or 0)
-    if heads is None or top_k < 1 or int(sampling["logprobs"]) < top_k:
-        return None
-    masks = []
-    for ids, values in heads:
-        kept = {i: value for i, value in zip(ids, values, strict=True) if value > FILTERED_BELOW}
-        if not math.isclose(sum(map(math.exp, kept.values())), 1.0, abs_tol=1e-3):
-            return None
-        masks.append(sorted(kept))
-    return masks
-
-
-def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus text as {name: value}, summed over label sets."""
-    found: dict[str, float] = {}
-    for name, value in re.findall(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?\s+(\S+)", text, re.MULTILINE):
-        found[name] = found.get(name, 0.0) + float(value)
-    return found
+# ---------------------------------------------------------------------------------------------------------- messages
 
 
 def _message(text: str) -> str:
     """What an error body says."""
     try:
-        return str(json.loads(text)["error"]["message"])
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return text[:200] or "no body"
 

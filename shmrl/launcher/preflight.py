@@ -12,10 +12,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shmrl.config import RunTree
+from shmrl.config.shape import EXPERT_KEYS, ModelShape, model_shape
 from shmrl.errors import ConfigError, PortInUse
 from shmrl.node.host import arena_mount, available_memory, capacity_bytes, require_torch
 from shmrl.node.ports import require_free
-from shmrl.payload.budget import EXPERT_KEYS, ModelShape, bytes_per_token, longest_episode, model_shape
+from shmrl.payload.budget import bytes_per_token, longest_episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ def check(tree: RunTree) -> Budget:
     require_torch()
     problems = _environments(tree)
     shape = _shape(tree, problems)
+    problems += _engine(tree)
     budget = arena_budget(tree, shape)
     problems += _memory(tree, budget)
     if problems:
@@ -72,7 +74,7 @@ def _shape(tree: RunTree, problems: list[str]) -> ModelShape:
         shape = model_shape(tree)
     except ConfigError as error:
         problems += error.problems
-        return ModelShape(0, 0, 0, 0, 0)
+        return ModelShape(0, (), 0, 0, 0, 0)
     if tree.model.tiny is not None:
         return shape  # its numbers are in the file, and were checked with it
     path = Path(str(tree.model.path)) / "config.json"
@@ -89,6 +91,19 @@ def _shape(tree: RunTree, problems: list[str]) -> ModelShape:
             f"{shape.max_positions} of {path}"
         )
     return shape
+
+
+def _engine(tree: RunTree) -> list[str]:
+    """What the vLLM to be started cannot do for this run. Engines behind `urls` are asked when they are up."""
+    if tree.inference.backend != "vllm" or tree.inference.urls:
+        return []
+    from shmrl.inference.vllm import launch, versions
+
+    try:
+        launch.checked_plan(tree, versions.installed(launch.interpreter(tree)))
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 # ----------------------------------------------------------------------------------------------------------- memory

@@ -24,6 +24,7 @@ class Role:
         final: its clean exit is part of the run's success; any exit of another role is a failure.
         drains: gets the first Ctrl-C, and takes the run to an orderly end.
         console: its standard output (a line per step) goes to the terminal; logs go to the file in every case.
+        restarts: how often it is started again when it dies, before that ends the run.
         count: processes that do this role's work (ranks, workers); for the table only.
 
     Example: Role("orchestrator", ["python", "-m", "shmrl", "orchestrator", "o.toml"], Path("o.log"), final=True)
@@ -37,6 +38,7 @@ class Role:
     final: bool = False
     drains: bool = False
     console: bool = False
+    restarts: int = 0
 
 
 def process_table(tree: RunTree, rundir: RunDir, *, resume: bool = False) -> list[Role]:
@@ -56,7 +58,8 @@ def process_table(tree: RunTree, rundir: RunDir, *, resume: bool = False) -> lis
     )
     if not tree.inference.urls:
         command = shmrl("inference", rundir.config("inference"))
-        roles.append(Role("inference", command, rundir.log("inference"), tree.inference.engine_urls[0]))
+        address, restarts = tree.inference.engine_urls[0], tree.run.restarts.inference
+        roles.append(Role("inference", command, rundir.log("inference"), address, restarts=restarts))
     command = [*shmrl("trainer", rundir.config("trainer")), *again]
     roles.append(Role("trainer", command, rundir.log("trainer"), count=tree.trainer.ranks, final=True))
     return roles

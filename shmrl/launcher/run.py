@@ -47,6 +47,8 @@ def run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
         run_id = secrets.token_hex(16)
         janitor = stack.enter_context(Janitor(run_id, rundir.log("launcher")))
         janitor.tell(directory=str(sockets), record=str(rundir.record))
+        if tree.shared_weights is not None:
+            janitor.tell(directory=str(tree.shared_weights))
         arena, named = stack.enter_context(hosted(tree, sockets, run_id))
         janitor.tell(arena=arena.address)
         rundir.write_configs(named)

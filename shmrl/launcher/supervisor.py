@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
+import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -23,6 +23,7 @@ from shmrl.errors import ProcessFailed
 from shmrl.launcher.janitor import Janitor
 from shmrl.launcher.processes import child_environment, find, kill_all
 from shmrl.launcher.roles import Role
+from shmrl.monitor.log import tail
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +32,6 @@ GRACE_S = 5.0
 KILL_TIMEOUT_S = 5.0
 CAUSE_S = 2.0
 REMIND_S = 60.0
-TAIL_LINES = 20
-_TRACEBACK = "Traceback (most recent call last)"
-_TRACEBACK_LINES = 80
-_ELASTIC = re.compile(r"torch.distributed.elastic.*failed \(exitcode")  # after it, torch's launcher reports on itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,7 @@ class Supervisor:
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._roots: list[tuple[int, float]] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._restarted: Counter[str] = Counter()
         self._interrupts = 0
         self._finished = 0.0  # when a final role last finished, or we last said who has not
 
@@ -159,7 +157,7 @@ class Supervisor:
 
     async def _exited(self, event: _Exited, awaited: set[str]) -> Outcome | None:
         role, code = event.role, event.code
-        self._running.pop(role.name, None)
+        process = self._running.pop(role.name)
         accepted = (0, 130) if self._interrupts and role.drains else (0,)
         if role.name in awaited and code in accepted:
             awaited.discard(role.name)
@@ -168,7 +166,20 @@ class Supervisor:
             return None
         if self._interrupts and role.drains and code == -signal.SIGINT:
             return Outcome(130, "interrupted", "stopped by Ctrl-C before there was a step to finish")
+        if self._restarted[role.name] < role.restarts and not self._interrupts:
+            await self._restart(event, process.pid)
+            return None
         return await self._cause(event)
+
+    async def _restart(self, event: _Exited, group: int) -> None:
+        """Start a role again in place, once nothing of its process group is left that could hold its port."""
+        role = event.role
+        self._restarted[role.name] += 1
+        failure(role, event.code)
+        log.warning("restarting %s (%d of %d)", role.name, self._restarted[role.name], role.restarts)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        await self._start(role)
 
     async def _cause(self, event: _Exited) -> Outcome:
         """The failure to report. The role that drains talks to all others and fails when one of them dies, which may be
@@ -227,18 +238,3 @@ def _how(code: int) -> str:
     with contextlib.suppress(ValueError):
         return f" (killed by {signal.Signals(-code).name})"
     return f" (killed by signal {-code})"
-
-
-def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
-    """The last lines of a log, from the start of a late traceback on, without the report of torch's launcher."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 65_536))
-        text = file.read().decode(errors="replace").splitlines()
-    died = next((index for index, line in enumerate(text) if _ELASTIC.search(line)), len(text))
-    text = text[: died + 1]
-    start = max(0, len(text) - lines)
-    for index in range(len(text) - 1, max(-1, len(text) - _TRACEBACK_LINES), -1):
-        if _TRACEBACK in text[index]:
-            start = min(start, index)
-            break
-    return text[start:]

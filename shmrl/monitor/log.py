@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 
 from shmrl.config.tables import Log
 
 _TEXT = "%(asctime)s %(levelname).1s %(role)s %(name)s: %(message)s"
+TAIL_LINES = 20
+_TRACEBACK = "Traceback (most recent call last)"
+_TRACEBACK_LINES = 80
+_ELASTIC = re.compile(r"torch.distributed.elastic.*failed \(exitcode")  # after it, torch's launcher reports on itself
 _QUIET = ("aiohttp.access", "asyncio", "httpx", "urllib3", "filelock")
 
 
@@ -78,3 +83,18 @@ def _rich_handler(role: str) -> logging.Handler:
     handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
     handler.setFormatter(logging.Formatter(f"{role}: %(message)s"))
     return handler
+
+
+def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
+    """The last lines of a log, from the start of a late traceback on, without the report of torch's launcher."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 65_536))
+        text = file.read().decode(errors="replace").splitlines()
+    died = next((index for index, line in enumerate(text) if _ELASTIC.search(line)), len(text))
+    text = text[: died + 1]
+    start = max(0, len(text) - lines)
+    for index in range(len(text) - 1, max(-1, len(text) - _TRACEBACK_LINES), -1):
+        if _TRACEBACK in text[index]:
+            start = min(start, index)
+            break
+    return text[start:]

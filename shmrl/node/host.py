@@ -113,7 +113,8 @@ def create_arena(arena: ArenaConfig, run_id: str) -> Arena:
 
 @contextmanager
 def exclusive(tree: RunTree) -> Iterator[Path]:
-    """The run's socket directory (0700), held by one host process at a time; removed at the end.
+    """The run's socket directory (0700), held by one host process at a time; removed at the end, as are its weights in
+    shared memory.
 
     RunError names the process that holds it: two runs in one output directory would write over each other.
     """
@@ -127,9 +128,14 @@ def exclusive(tree: RunTree) -> Iterator[Path]:
         for leftover in directory.iterdir():
             if leftover.name != "lock":
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        if tree.shared_weights is not None:
+            shutil.rmtree(tree.shared_weights, ignore_errors=True)
+            _private(tree.shared_weights)
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        if tree.shared_weights is not None:
+            shutil.rmtree(tree.shared_weights, ignore_errors=True)
         os.close(lock)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from shmrl.arena import Arena
 from shmrl.config import RunTree
+from shmrl.config.shape import model_shape
 from shmrl.env.client import EnvClient
 from shmrl.errors import RunError
 from shmrl.inference.client import EngineClient
@@ -35,12 +36,13 @@ from shmrl.orchestrator.dispatcher import Dispatcher
 from shmrl.orchestrator.episodes import Episodes, reach, together
 from shmrl.orchestrator.ledger import Ledger
 from shmrl.orchestrator.link import TrainerLink
+from shmrl.orchestrator.policy import Policy
 from shmrl.orchestrator.report import StepReport
 from shmrl.orchestrator.sinks import Batch, EvalSink, TrainSink
 from shmrl.orchestrator.sources import Source
 from shmrl.orchestrator.warmup import WarmUp
 from shmrl.payload import micro_batches_to_wire, pack
-from shmrl.payload.budget import bytes_per_token, longest_episode, model_shape
+from shmrl.payload.budget import bytes_per_token, longest_episode
 from shmrl.types import MicroBatch, Sample
 
 log = logging.getLogger(__name__)
@@ -106,6 +108,7 @@ class Orchestrator:
         )
         self.evals = [EvalSink(s, self.ledger, self.episodes, self.attempt) for s in self.sources if s.split == "eval"]
         self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
+        self.policy = Policy(self.engine, tree)
         self.link = TrainerLink(tree.trainer_address, tree.trainer.ranks, token)
         self.lag = LoopLag()
         self.report = StepReport(tree, self.arena, self.episodes, self.sources, self.lag)
@@ -119,6 +122,7 @@ class Orchestrator:
         self.report.open(step)
         self.spawn(self.lag.run())
         self.spawn(self.episodes.watch())
+        self.spawn(self.policy.watch())
         if step == 0:
             await WarmUp(self).run()
         await self._begin(step)
@@ -133,7 +137,9 @@ class Orchestrator:
         """Reach everyone; the step that is completed already."""
         timeout_s = self.tree.orchestrator.connect_timeout_s
         peers = {f"env server {s.name}": s.connect(timeout_s, self.arena.address) for s in self.sources}
-        await reach(peers | {"inference": self.engine.health(timeout_s), "trainer": self.link.hellos(timeout_s)})
+        await reach(peers | {"inference": self.policy.reach(timeout_s), "trainer": self.link.hellos(timeout_s)})
+        for source in self.sources:
+            source.derive_masks = self.policy.derive_masks
         step = self.link.completed
         if step and not self.resumed:
             raise RunError(f"the trainer stands at step {step}, and this run was not started with --resume")
@@ -165,7 +171,7 @@ class Orchestrator:
         await self._serve(await self.link.published(version), version)
 
     async def _serve(self, path: str, version: int) -> None:
-        await self.engine.update_weights(path, version, mode=self.tree.inference.update_mode)
+        await self.policy.serve(path, version)
         self.dispatcher.serving(version)
 
     # --- steps ---------------------------------------------------------------------------------------------------
@@ -220,6 +226,7 @@ class Orchestrator:
         self.sink.shipped(batch)
         self.report.begin(batch, collect_s)
         message = {"run_id": self.tree.run.name, "state": self.dispatcher.state()}
+        await self.policy.leave_accelerator()
         sent = await self.ship("step", step, batch.samples, message)
         path = await self.link.published(step)
         if due:

@@ -49,6 +49,7 @@ class Source:
         self._index = index
         self.position = 0
         self.scores_groups = False
+        self.derive_masks = False  # the engine sends no sampling masks: they are read off its log-probabilities
         self._tree = tree
         self._first, self._page = 0, list[Task]()
         self._size: int | None = None  # of a finite set, once its end was seen
@@ -128,8 +129,9 @@ class Source:
             "tokenizer": str(tree.initial_weights.resolve()),
             "sampling": self.config.sampling.model_dump(),
             "version": version,
-            "cache_salt": f"{tree.run.name}/{version}/{group_id}",
+            "cache_salt": f"{tree.run.name}.{version}.{group_id}",  # vLLM takes no slashes in it
             "fields": list(tree.captured),
             "head": tree.trainer.head,
             "max_model_len": tree.inference.max_model_len,
+            "derive_masks": self.derive_masks,
         }

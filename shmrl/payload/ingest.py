@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from shmrl.errors import PayloadError
 from shmrl.payload.branch import Branch
@@ -50,7 +50,9 @@ class BranchBuilder:
     """Accumulates turns.
 
     Args:
-        num_experts, layers, top_k: the model's; num_experts=None means routing is not captured. layers: global ids.
+        num_experts, layers, top_k: the model's; num_experts=None means routing is not captured. layers: global ids of
+            those with a router. decoder_layers: how many there are in all; engines that return a column for each of
+            them, dense ones included (vLLM), have the others' meaningless columns dropped.
         head_k: width of the captured top-k (0: no head); rows are stored with the sampled token first.
         mask: whether sampling masks are captured. vocab: ids end before it (None: not known, not checked).
 
@@ -65,6 +67,7 @@ class BranchBuilder:
         *,
         num_experts: int | None = None,
         layers: Sequence[int] = (),
+        decoder_layers: int | None = None,
         top_k: int | None = None,
         head_k: int = 0,
         mask: bool = False,
@@ -74,7 +77,7 @@ class BranchBuilder:
         self.versions: list[int] = []
         self._loss: list[bool] = []
         self._logprobs: list[float] = []
-        self._top_k, self._head_k = top_k, head_k
+        self._top_k, self._head_k, self._decoder_layers = top_k, head_k, decoder_layers
         self._routing = None if num_experts is None else Routing(num_experts, layers)
         self._covered = 0
         self._heads: list[tuple[Any, Any]] = []
@@ -171,7 +174,7 @@ class BranchBuilder:
             return
         if value is None:
             raise PayloadError.of("routing", f"the engine returned none for {total} tokens", value=None)
-        rows, stated = routed_experts(value, layers=len(self._routing.layers), top_k=self._top_k)
+        rows, stated = self._routing_rows(value, self._routing.layers)
         start = total - 1 - len(rows)
         if start < 0 or (stated is not None and stated != start) or start > self._covered:
             raise PayloadError.of(
@@ -183,6 +186,13 @@ class BranchBuilder:
             )
         self._routing.add(rows, start=start)
         self._covered = total - 1
+
+    def _routing_rows(self, value: Any, layers: tuple[int, ...]) -> tuple[NDArray[Any], int | None]:
+        """Rows with one column per layer that has a router, and where they start, if the engine says so."""
+        if self._decoder_layers in (None, len(layers)):
+            return routed_experts(value, layers=len(layers), top_k=self._top_k)
+        rows, stated = routed_experts(value, layers=self._decoder_layers, top_k=self._top_k)
+        return rows[:, layers], stated
 
     def _add_head(self, generation: Generation, new: list[int]) -> None:
         if not self._head_k:

@@ -112,7 +112,7 @@ class RankLoop:
             )
         if self._warmed:
             self._stepper.optimizer = self._new_optimizer()
-        target = self._tree.weights_dir(self.step)
+        target = self._tree.published_dir(self.step)
         if self._warmed or not target.exists():
             unchanged = self.step == 0 and not self._warmed
             target = self._tree.initial_weights if unchanged else self._publish()
@@ -153,7 +153,7 @@ class RankLoop:
         """Write the current version on rank 0; every rank takes part in gathering it."""
         state = full_state(self._policy.lm)
         if self._ranks.rank:
-            return self._tree.weights_dir(self.step)
+            return self._tree.published_dir(self.step)
         return weights.publish(self._tree, self.step, self._policy.lm, state, self._source)
 
     def _save(self) -> None:

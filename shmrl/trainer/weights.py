@@ -39,11 +39,11 @@ def write_model(lm: Any, state: dict[str, Tensor], source: Path, target: Path) -
 
 
 def publish(tree: RunTree, version: int, lm: Any, state: dict[str, Tensor], source: Path) -> Path:
-    """Write `weights/step_<version>`; a directory that is there keeps its other files and gets the new weights.
+    """Write this version's directory; one that is there keeps its other files and gets the new weights.
 
     Readers see either the old files or the new ones, never a part of one.
     """
-    target = tree.weights_dir(version)
+    target = tree.published_dir(version)
     with staging(target) as work:
         write_model(lm, state, source, work)
         if target.exists():
@@ -73,7 +73,16 @@ def staging(target: Path) -> Iterator[Path]:
 
 
 def prune(tree: RunTree, newest: int) -> None:
-    """Remove old versions; the `trainer.keep_weights` newest stay, those of a checkpoint, and 0 with its tokenizer."""
+    """Remove old versions; the `trainer.keep_weights` newest stay, those of a checkpoint, and 0 with its tokenizer.
+
+    In shared memory, which is dear, only the newest stays.
+    """
+    shared = tree.shared_weights
+    if shared is not None:
+        for version in steps_in(shared):
+            if version < newest:
+                shutil.rmtree(tree.published_dir(version), ignore_errors=True)
+        return
     kept = {0, *range(newest - tree.trainer.keep_weights + 1, newest + 1)}
     kept |= set(steps_in(tree.run.output_dir / "checkpoints"))
     for version in steps_in(tree.run.output_dir / "weights"):

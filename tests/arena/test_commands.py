@@ -219,3 +219,91 @@ def test_another_layout_version_is_refused_with_both_numbers(arena):
         ctl.seek(8)
         ctl.write(struct.pack("<I", version))
     Arena.attach(arena.address).close()
+
+
+def test_every_table_sums_to_the_arenas_use(arena):
+    """FR-04: ten sources of known sizes; bytes by source, step, holder, age and field equal what is used."""
+    handles = [arena.put(bytes((n + 1) * 70_000), tag=f"run/s{n}/g") for n in range(10)]
+    with arena.reserve(5000, tag="run/s0/columns") as block:
+        handles.append(block.seal(columns=[("routing", 0, 100, 20), ("text", 2000, 1, 10)]))
+    arena.ship(handles[:3], readers=1, step=4)
+    (row,) = commands.top(arena.address)
+    assert row["used_bytes"] == sum(one["span_bytes"] for one in arena.ls())
+    for by in ("source", "step", "holder", "age", "field"):
+        assert sum(one["bytes"] for one in row[by]) == row["used_bytes"], by
+    assert {one["field"]: one["bytes"] for one in row["field"]} | {"": 0} == {"routing": 2000, "text": 10, "": 0}
+    spans = {one["tag"]: one["span_bytes"] for one in arena.ls()}
+    by_source = arena.stats(by="source", exact=True)["by"]
+    assert by_source["s9"] == {"blocks": 1, "bytes": spans["run/s9/g"]}
+    assert by_source["s0"]["blocks"] == 2
+    arena.free(handles)
+
+
+def test_blocks_of_old_steps_and_of_the_dead_are_suspects(arena, helper):
+    old, new = arena.put(b"x", tag="run/old"), arena.put(b"x", tag="run/new")
+    arena.ship(old, readers=1, step=3)
+    arena.ship(new, readers=1, step=6)
+    assert commands.top(arena.address)[0]["suspects"] == {"blocks": 0, "rows": []}
+    arena.ship(new, readers=1, step=7)
+    other = helper(reader, arena.address, new)
+    other.line()
+    other.kill()
+    (row,) = commands.top(arena.address)
+    found = {one["tag"]: one["why"] for one in row["suspects"]["rows"]}
+    assert found == {"run/old": ["shipped 4 steps ago"], "run/new": ["a reader is dead, not swept yet"]}
+    arena.sweep()
+    arena.free([old, new])
+
+
+def test_ls_filters_sorts_and_limits(arena):
+    sizes = {"a": 3, "b": 9, "c": 1}
+    handles = [arena.put(bytes(n << 16), tag=f"run/{name}/g") for name, n in sizes.items()]
+    arena.ship(handles[1], readers=1, step=5)
+
+    def tags(*arguments):
+        done = shmrl("ls", arena.address, "--json", *arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+        return [json.loads(line)["tag"] for line in done.stdout.splitlines()]
+
+    assert tags("--sort", "size", "--limit", "2") == ["run/b/g", "run/a/g"]
+    assert tags("--sort", "age") == ["run/a/g", "run/b/g", "run/c/g"]
+    assert tags("--step", "5") == tags("--state", "shipped") == tags("--source", "b") == ["run/b/g"]
+    assert len(tags("--holder", os.getpid())) == 3
+    assert tags("--state", "orphan") == []
+    assert shmrl("ls", arena.address, "--state", "lost").returncode == 2
+    assert shmrl("ls", arena.address, "--limit", "1").stdout.splitlines()[-1].startswith("... and more")
+    arena.free(handles)
+
+
+@pytest.mark.parametrize("backing", ["memfd", "file"])
+def test_arenas_without_a_name_in_dev_shm_are_found(tmp_path, backing):
+    base = str(tmp_path) if backing == "file" else None
+    with Arena.create("1MiB", backing=backing, base=base) as arena:
+        handle = arena.put(b"abc", tag="run/src")
+        assert arena.address in [row["address"] for row in commands.ls()]
+        assert commands.holders(str(handle))["tag"] == "run/src"
+        if backing == "file":
+            assert [row["address"] for row in commands.ls(base)] == [arena.address]
+        arena.unlink()
+
+
+def test_a_reader_that_leaves_ends_the_listing(arena):
+    for n in range(3000):
+        arena.put(b"", tag=f"run/src/g{n}")
+    piped = f"{sys.executable} -m shmrl arena ls {arena.address} --json | head -1"
+    done = subprocess.run(
+        ["bash", "-c", f"{piped}; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stderr, done.stdout.splitlines()[1]) == ("", "141")
+
+
+def test_a_ctl_cut_short_is_refused(tmp_path):
+    with Arena.create("1MiB", backing="file", base=str(tmp_path)) as arena:
+        stem, copy = arena.address.removeprefix("file:"), tmp_path / "copy"
+        for part in ("live", "ctl", "data"):
+            (tmp_path / f"copy.{part}").write_bytes(Path(f"{stem}.{part}").read_bytes())
+        for size, message in ((0, "empty ctl"), (100, "not an arena's"), (300_000, "not an arena's")):
+            os.truncate(f"{copy}.ctl", size)
+            found = shmrl("stats", f"file:{copy}")
+            assert (found.returncode, message in found.stderr, "Traceback" in found.stderr) == (1, True, False)
+        arena.unlink()

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from shmrl.config.shape import ModelShape
 from shmrl.env.chat import ChatFormat, chat_format, parse_tool_calls
 from shmrl.errors import EnvError
 from tests.env.conftest import EOS, IM_END, IM_START
@@ -35,7 +36,7 @@ def test_a_prompt_ends_where_the_assistant_speaks(model_dir):
     begin = [IM_START, *letters("user"), NEWLINE, *letters("ab"), IM_END, NEWLINE]
     assert chat.prompt([USER]) == [*begin, IM_START, *letters("assistant"), NEWLINE]
     assert chat.text(chat.prompt([USER])) == "user\nab\nassistant\n"
-    assert (chat.stop_ids, chat.num_experts, chat.num_layers, chat.top_k) == ([EOS, IM_END], 8, 4, 2)
+    assert (chat.stop_ids, chat.shape) == ([EOS, IM_END], ModelShape(4, (0, 1, 2, 3), 8, 2, 264, 1 << 16))
 
 
 def test_a_turn_goes_on_after_its_own_end_token(model_dir):

@@ -9,7 +9,8 @@ import pytest
 from shmrl.env.chat import chat_format
 from shmrl.env.model import Model, ModelSpec, ScriptedModel
 from shmrl.errors import EngineError, EnvError, PayloadError, ProtocolError
-from shmrl.inference.client import EngineClient, Generation
+from shmrl.inference.answers import Generation
+from shmrl.inference.client import EngineClient
 from tests.support.fake_engine import Oracle
 
 USER = {"role": "user", "content": "a"}

@@ -44,6 +44,21 @@ def test_a_killed_role_ends_the_run_and_resume_finishes_it(run, title, name, ran
     resume_to_the_end(one)
 
 
+def test_a_killed_engine_with_a_budget_is_restarted_and_the_step_repeated(run):
+    one = run(text=slow(), **{"run.restarts.inference": 1}).start()
+    one.wait_for_step(2)
+    (pid,) = one.pids("inference")
+    os.kill(pid, signal.SIGKILL)
+    code, output = one.finish()
+    assert code == 0, output
+    assert "restarting inference (1 of 1)" in output
+    one.assert_nothing_left()
+    lines = one.metrics()
+    assert [line["step"] for line in lines] == STEPS
+    assert sum(line["episodes/shipped"] for line in lines) >= 6 * 16
+    assert sum(line["episodes/failed"] for line in lines) == 0  # requests wait for the engine
+
+
 def test_a_killed_launcher_leaves_nothing_and_resume_finishes_the_run(run):
     one = run(text=slow()).start()
     one.wait_for_step(2)

@@ -1,4 +1,4 @@
-"""The client: both recorded forms, retries by class, several engines."""
+"""The client: retries by class, several engines, both routes of generation, weight updates."""
 
 import asyncio
 import itertools
@@ -17,78 +17,12 @@ import pytest
 from aiohttp import web
 
 from shmrl.errors import EngineError
-from shmrl.inference.client import EngineClient, parse_generation, parse_metrics
+from shmrl.inference.client import STICKY_EXCESS, EngineClient
 from tests.inference.conftest import free_port
+from tests.support.fake_vllm import FakeVllm
 
 DATA = Path(__file__).parents[1] / "data" / "vllm"
 ANSWER = json.loads((DATA / "v0.32.0_v2runner_interp_inference_v1_generate.json").read_text())
-
-
-def test_the_0_32_form() -> None:
-    got = parse_generation(ANSWER, "u", {"logprobs": 3, "top_k": 8})
-    assert got.token_ids == [113, 471, 498, 407]
-    assert got.logprobs[0] == -2.041332483291626
-    assert got.top_logprobs is not None
-    assert got.top_logprobs[3] == ([407, 113, 461], [-2.4339373111724854, -1.5120623111724854, -1.7308123111724854])
-    assert got.sampling_mask is not None
-    assert got.sampling_mask[0] == [19, 113, 130, 237, 407, 471, 498, 504]
-    assert got.weight_versions == [("step-7", 0, 4)]
-    assert (got.finish_reason, got.stop_reason, got.url) == ("length", None, "u")
-    assert got.routed_experts is not None
-    assert got.routed_experts.startswith("k05VTVBZ")
-
-
-def test_the_0_30_form() -> None:
-    answer = json.loads((DATA / "v0.30.0_v1runner_processed_inference_v1_generate.json").read_text())
-    got = parse_generation(answer, "u", {"logprobs": 3, "top_k": 8})
-    assert got.token_ids == [377, 250, 290, 454]
-    assert got.top_logprobs is not None
-    assert got.top_logprobs[0][0] == [377, 179, 483]
-    assert (got.sampling_mask, got.weight_versions) == (None, [])  # 3 heads cannot hold 8 kept ids
-
-
-def test_masks_are_derived_from_heads_that_hold_every_kept_id() -> None:
-    answer = json.loads((DATA / "v0.32.0_v2_generate_topk_topp_minp.json").read_text())
-    native = answer["choices"][0]["sampling_mask"]
-    answer["choices"][0]["sampling_mask"] = None
-    asked = {"logprobs": 40, "top_k": 40, "top_p": 0.8}
-    assert parse_generation(answer, "u", asked).sampling_mask == native
-    assert parse_generation(answer, "u", asked | {"top_k": 41}).sampling_mask is None
-    for entry in answer["choices"][0]["logprobs"]["content"]:  # raw log-probabilities: the mass is not 1
-        entry["top_logprobs"] = [e | {"logprob": e["logprob"] - 0.5} for e in entry["top_logprobs"]]
-    assert parse_generation(answer, "u", asked).sampling_mask is None
-
-
-NULL_HEAD = {"logprob": -1.0, "top_logprobs": None}
-NULL_IN_HEAD = {"logprob": -1.0, "top_logprobs": [{"token_id": 1, "logprob": None}]}
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {},
-        {"choices": []},
-        {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": None}]},
-        {"choices": [{"token_ids": [1, 2], "finish_reason": "stop", "logprobs": {"content": [{"logprob": -1.0}]}}]},
-        {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": {"content": [{"logprob": None}]}}]},
-        {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": {"content": [NULL_HEAD]}}]},
-        {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": {"content": [NULL_IN_HEAD]}}]},
-    ],
-)
-def test_unreadable_answers(answer: dict[str, Any]) -> None:
-    with pytest.raises(EngineError, match=r"^u sent"):
-        parse_generation(answer, "u", {"logprobs": 1})
-
-
-def test_an_abort_before_the_first_token() -> None:
-    choice = {"token_ids": [], "finish_reason": "abort", "logprobs": {"content": []}, "sampling_mask": []}
-    got = parse_generation({"choices": [choice]}, "u", {"logprobs": 3, "top_k": 8})
-    assert (got.token_ids, got.logprobs, got.top_logprobs, got.sampling_mask) == ([], [], [], [])
-
-
-def test_metrics_are_summed_over_labels() -> None:
-    text = '# HELP a b\n# TYPE vllm:n counter\nvllm:n{engine="0",x="a b"} 2.0\nvllm:n{engine="1"} 3e0\nup 1\n'
-    assert parse_metrics(text) == {"vllm:n": 5.0, "up": 1.0}
 
 
 # ---------------------------------------------------------------------------------------------------- a scripted engine
@@ -279,6 +213,67 @@ async def test_requests_spread_and_stick() -> None:
         salted = [["task-1" in body for _, body in engine.seen].count(True) for engine in (a, b)]
         assert sorted(salted) == [0, 4]
         assert [len(a.seen) - salted[0], len(b.seen) - salted[1]] == [4, 4]
+
+
+async def test_a_prefix_leaves_its_engine_when_that_is_much_busier_than_another() -> None:
+    async with EngineClient(["http://a", "http://b"]) as client:
+        home = client._choose("group-1", None)
+        (other,) = {"http://a", "http://b"} - {home}
+        client._inflight[home] = STICKY_EXCESS
+        assert client._choose("group-1", None) == home
+        client._inflight[home] += 1
+        assert client._choose("group-1", None) == other
+        client._inflight[other] = 5
+        assert client._choose("group-1", None) == home
+        assert client._choose("group-1", avoid=home) == other
+
+
+async def test_an_engine_without_the_token_route_is_asked_through_completions() -> None:
+    asked = {"top_k": 8, "max_tokens": 3}
+    async with FakeVllm(generate=False) as engine, EngineClient([engine.url]) as client:
+        first = await client.generate(
+            [1, 2, 3], asked, cache_salt="s", derive_masks=True, routed_experts_prompt_start=2
+        )
+        await client.generate([1, 2, 3], asked)
+    assert engine.calls == ["/inference/v1/generate", "/v1/completions", "/v1/completions"]  # it is asked once
+    body = engine.requests[0]["sampling_params"]
+    assert (body["prompt"], body["logprobs"], body["cache_salt"]) == ([1, 2, 3], 8, "s")
+    assert (body["return_token_ids"], body["return_tokens_as_token_ids"]) == (True, True)
+    assert body["routed_experts_prompt_start"] == 2
+    kept = [engine.oracle.kept(0, token, 3 + i) for i, token in enumerate(first.token_ids)]
+    assert (first.sampling_mask, first.top_logprobs) == (kept, None)
+
+
+@pytest.mark.parametrize("release", ["0.30", "0.32"])
+async def test_masks_are_the_same_native_and_derived(release: Any) -> None:
+    async with FakeVllm(release=release) as engine, EngineClient([engine.url]) as client:
+        got = await client.generate([1, 2, 3], {"top_k": 8, "max_tokens": 6, "logprobs": 2}, derive_masks=True)
+    kept = [engine.oracle.kept(0, token, 3 + i) for i, token in enumerate(got.token_ids)]
+    assert got.sampling_mask == kept
+    assert got.top_logprobs is not None
+    assert [len(ids) for ids, _ in got.top_logprobs] == [3] * len(kept)  # the sampled token and the best two
+    assert got.weight_versions == ([] if release == "0.30" else [("0", 0, len(kept))])
+
+
+async def test_versions_labels_sleep_and_wake() -> None:
+    async with FakeVllm() as engine, EngineClient([engine.url]) as client:
+        assert await client.versions() == ["0.30.0"]
+        assert await client.labels() == ["default"]
+        await client.update_weights("/w/step_3", 3)
+        assert await client.labels() == ["3"]
+        await client.sleep()
+        await client.wake()
+    assert engine.calls[-2:] == ["/sleep?level=1", "/wake_up"]
+    async with EngineClient([engine.url]) as client:
+        assert await client.labels() == [None]
+
+
+async def test_a_worker_that_refuses_weights_keeps_the_old_ones() -> None:
+    async with FakeVllm() as engine, EngineClient([engine.url]) as client:
+        with pytest.raises(EngineError, match="shmrl_load_weights: ValueError: /w/broken is cut short"):
+            await client.update_weights("/w/broken", 3)
+        assert engine.label == "default"
+        assert engine.calls == ["/pause?mode=keep", "/collective_rpc", "/resume"]
 
 
 async def test_the_request_carries_what_was_asked() -> None:

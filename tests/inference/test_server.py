@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from shmrl.errors import PortInUse
-from shmrl.inference.client import EngineClient, parse_metrics
+from shmrl.inference.answers import parse_metrics
+from shmrl.inference.client import EngineClient
 from shmrl.inference.embedded.server import bind, run
 from tests.inference.conftest import ServerProcess
 

@@ -1,7 +1,8 @@
 """A launcher over fake roles, as a process of its own so that a test can signal and kill it.
 
-argv: directory, then one role per argument as `name|flags|python code` (flags: f = final, d = drains). Prints the
-outcome as its last line and exits with its code. Every tick appends to `ticks`, as the real one sweeps its arena.
+argv: directory, then one role per argument as `name|flags|python code` (flags: f = final, d = drains, r = one restart).
+Prints the outcome as its last line and exits with its code. Every tick appends to `ticks`, as the real one sweeps its
+arena.
 """
 
 import asyncio
@@ -20,7 +21,8 @@ logging.basicConfig(level="INFO", format="%(message)s")
 def role(spec):
     name, flags, code = spec.split("|", 2)
     command = [sys.executable, "-c", code]
-    return Role(name, command, directory / f"{name}.log", final="f" in flags, drains="d" in flags)
+    log = directory / f"{name}.log"
+    return Role(name, command, log, final="f" in flags, drains="d" in flags, restarts=int("r" in flags))
 
 
 def tick():

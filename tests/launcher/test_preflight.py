@@ -10,11 +10,11 @@ import pytest
 
 from shmrl.arena import memory
 from shmrl.config import load_run
+from shmrl.config.shape import ModelShape
 from shmrl.errors import ConfigError, PortInUse
 from shmrl.launcher.preflight import arena_budget, check, size
 from shmrl.node import host
 from shmrl.node.host import available_memory
-from shmrl.payload.budget import ModelShape
 from tests.support.runs import free_ports
 
 RUN = """
@@ -91,7 +91,7 @@ def test_sixteen_gibibytes_of_heads_do_not_fit_an_arena_of_eight(load, monkeypat
     shape = {"orchestrator__seq_len": 16384, "inference__max_model_len": 16384, "model__tiny__max_positions": 16384}
     head = {"trainer__head": 128, "inference__max_logprobs": 128, "trainer__router_replay": "false"}
     tree = load(**shape, **head, orchestrator__max_inflight=1024, arena__capacity="8GiB")
-    budget = arena_budget(tree, ModelShape(4, 8, 2, 264, 16384))
+    budget = arena_budget(tree, ModelShape(4, tuple(range(4)), 8, 2, 264, 16384))
     assert budget.per_token["head"] == 1024
     assert budget.needed > 16 << 30
     (line,) = problems(tree)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shmrl.launcher.supervisor import tail
+from shmrl.monitor.log import tail
 from tests.support import leftovers
 from tests.support.clock import wait_until
 
@@ -100,6 +100,34 @@ def test_a_signal_that_killed_a_role_is_named(launch):
     os.kill(launcher.pid("engine"), signal.SIGKILL)
     code, output = launcher.finish()
     assert (code, "engine exited with code -9 (killed by SIGKILL)" in output) == (1, True), output
+
+
+ENGINE = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path("DIR/engine.new").write_text(f"{os.getpid()} {child.pid}")
+os.rename("DIR/engine.new", "DIR/engine.pid")
+time.sleep(600)
+"""
+
+
+def test_a_role_with_a_budget_is_started_again_and_its_children_are_not_left(launch, tmp_path):
+    launcher = launch(f"engine|r|{ENGINE}", server("orchestrator", "fd"))
+    pids = tmp_path / "engine.pid"
+
+    def other_than(pid):
+        found = [int(one) for one in pids.read_text().split()] if pids.exists() else []
+        return found if found and found[0] != pid else None
+
+    first, below = wait_until(lambda: other_than(0), what="the engine")
+    os.kill(first, signal.SIGKILL)
+    second, _ = wait_until(lambda: other_than(first), what="another engine")
+    gone(first, below)
+    os.kill(second, signal.SIGKILL)
+    code, output = launcher.finish()
+    assert code == 1
+    assert "restarting engine (1 of 1)" in output
+    assert "Outcome(code=1, status='failed', reason='engine exited with code -9 (killed by SIGKILL)'" in output
 
 
 def test_a_role_whose_failure_is_seen_after_the_orchestrators_is_the_cause(launch):

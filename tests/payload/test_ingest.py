@@ -195,6 +195,22 @@ def builder():
     return BranchBuilder(num_experts=8, layers=[0, 1], top_k=2, head_k=2, mask=True)
 
 
+def test_columns_of_dense_layers_are_dropped():
+    """vLLM returns one for every decoder layer; those without a router are made of zeros."""
+    rows = np.zeros((3, 4, 2), np.uint8)
+    rows[:, [1, 3]] = routes(3)
+    answer = Answer([4], total=4)
+    answer.routed_experts = npy(rows)
+    b = BranchBuilder(num_experts=8, layers=(1, 3), decoder_layers=4, top_k=2)
+    b.add_turn([1, 2, 3], answer)
+    branch = b.branch({})
+    assert branch.layers == (1, 3)
+    assert np.array_equal(branch.rows["routing"].values, routes(3))
+    answer.routed_experts = npy(rows[:, :3])
+    with pytest.raises(PayloadError, match=r"\(3, 3, 2\), expected integers \[n, 4, 2\]"):
+        BranchBuilder(num_experts=8, layers=(1, 3), decoder_layers=4, top_k=2).add_turn([1, 2, 3], answer)
+
+
 def test_three_turns_with_an_abort():
     b = builder()
     b.add_turn([1, 2, 3, 4], Answer([5, 6, 7], total=7))

@@ -176,8 +176,13 @@ class FakeEngine:
     def _routing(self, tokens: list[int], sampling: dict[str, Any]) -> str:
         start = sampling.get("routed_experts_prompt_start", 0)
         fed = np.array(tokens[start:-1], np.int64)
+        return self.npy(self.oracle.routing(self.version, fed, np.arange(start, start + len(fed))))
+
+    @staticmethod
+    def npy(rows: np.ndarray) -> str:
+        """An array as vLLM sends it: base64 of a .npy."""
         out = io.BytesIO()
-        np.save(out, self.oracle.routing(self.version, fed, np.arange(start, start + len(fed))))
+        np.save(out, rows)
         return base64.b64encode(out.getvalue()).decode()
 
     def _kept(self, drawn: list[int], start: int, sampling: dict[str, Any]) -> list[list[int]] | None:

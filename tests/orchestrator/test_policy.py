@@ -1,0 +1,120 @@
+"""The policy on its engines: what is checked at the start, updates that fail, engines that come back."""
+
+import asyncio
+import json
+
+import pytest
+
+from shmrl.config import load_run
+from shmrl.errors import EngineError
+from shmrl.inference.client import EngineClient
+from shmrl.orchestrator.policy import Policy
+from tests.support.fake_vllm import FakeVllm
+
+CONFIG = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
+CONFIG |= {"vocab_size": 264, "max_position_embeddings": 1024}
+TEXT = """
+[inference]
+backend = "vllm"
+urls = []
+max_model_len = 64
+[orchestrator]
+batch_size = 8
+connect_timeout_s = 20.0
+[[orchestrator.train.source]]
+name = "a"
+env.id = "reverse-text"
+sampling = { top_p = 0.95, top_k = 8, max_tokens = 6 }
+"""
+
+
+@pytest.fixture
+async def policy(tmp_path):
+    """policy(engine, **flags): a Policy of a run on this engine."""
+    clients = []
+
+    def build(engine, **flags):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        text = TEXT.replace("[]", json.dumps([engine.url])) + f'[model]\npath = "{tmp_path}"\n'
+        (tmp_path / "run.toml").write_text(text)
+        given = {"run.output-dir": str(tmp_path / "out"), **{k.replace("__", "."): v for k, v in flags.items()}}
+        tree = load_run([tmp_path / "run.toml"], given)
+        clients.append(EngineClient([engine.url], timeout_s=20))
+        return Policy(clients[-1], tree)
+
+    yield build
+    for client in clients:
+        await client.aclose()
+
+
+async def test_it_learns_at_the_start_whether_masks_are_derived(policy):
+    async with FakeVllm() as engine:
+        made = policy(engine)
+        await made.reach(10)
+        assert made.derive_masks
+        await made.serve("/w/step_1", 1)
+    assert engine.label == "1"
+
+
+async def test_an_engine_that_does_not_come_up_is_reported_with_its_last_lines(policy, tmp_path):
+    async with FakeVllm() as engine:
+        made = policy(engine, inference__urls="[]", inference__port=engine.url.rsplit(":", 1)[1])
+    log = tmp_path / "out" / "logs" / "latest" / "inference.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("loading\nRuntimeError: out of memory\n")
+    said = r"is not healthy.*last lines of .*inference\.log:\n  \| loading\n  \| RuntimeError: out of memory"
+    with pytest.raises(EngineError, match=said):
+        await made.reach(0.2)
+
+
+async def test_an_update_that_fails_ends_the_run_and_the_old_version_serves(policy):
+    async with FakeVllm() as engine:
+        made = policy(engine)
+        await made.serve("/w/step_1", 1)
+        with pytest.raises(EngineError, match="/w/broken is cut short"):
+            await made.serve("/w/broken", 2)
+        assert (engine.label, engine.open.is_set()) == ("1", True)
+
+
+async def test_an_update_waits_for_an_engine_that_is_restarted(policy):
+    engine = FakeVllm()
+    await engine.start()
+    port = int(engine.url.rsplit(":", 1)[1])
+    made = policy(engine, run__restarts__inference="1")
+    await made.serve("/w/step_1", 1)
+    await engine.stop()
+    serving = asyncio.ensure_future(made.serve("/w/step_2", 2))
+    await asyncio.sleep(0)
+    again = FakeVllm()
+    await again.start(port)
+    await asyncio.wait_for(serving, 20)
+    assert (again.loaded, again.label) == (["/w/step_2"], "2")
+    await again.stop()
+
+
+async def test_an_engine_that_came_back_with_other_weights_is_brought_to_the_current_version(policy, monkeypatch):
+    monkeypatch.setattr("shmrl.orchestrator.policy.WATCH_S", 0.02)
+    async with FakeVllm() as engine:
+        made = policy(engine, run__restarts__inference="1")
+        watching = asyncio.ensure_future(made.watch())
+        await made.serve("/w/step_1", 1)
+        engine.label, loads = "default", len(engine.loaded)
+        async with asyncio.timeout(20):
+            while engine.label != "1":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert engine.loaded[loads:] == ["/w/step_1"]
+        watching.cancel()
+    await policy(engine).watch()  # without a budget there is nothing to watch for
+
+
+async def test_the_engine_sleeps_while_a_step_is_trained_on_its_accelerator(policy):
+    async with FakeVllm() as engine:
+        made = policy(engine, inference__colocate="true")
+        await made.leave_accelerator()
+        await made.serve("/w/step_1", 1)
+        update = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+        assert engine.calls == ["/pause?mode=wait", "/sleep?level=1", "/wake_up", *update]
+        apart = policy(engine)
+        engine.calls.clear()
+        await apart.leave_accelerator()
+        assert engine.calls == []
