@@ -7,6 +7,7 @@ and takes well under two seconds. All faults are reported at once.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,8 @@ def _memory(tree: RunTree, budget: Budget) -> list[str]:
         Pages.chosen(config.huge_pages, config.numa, mount)
     except ValueError as error:
         problems.append(f"arena.{error}")
+    if config.spill_dir is not None and not os.access(config.spill_dir, os.W_OK | os.X_OK):
+        problems.append(f"arena.spill_dir = {str(config.spill_dir)!r} is missing or cannot be written to")
     if budget.needed > budget.capacity:
         episodes, tokens = budget.in_flight
         problems.append(

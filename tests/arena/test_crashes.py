@@ -78,14 +78,20 @@ def test_a_hundred_thousand_kills_leave_nothing(driver, seed):
 # ------------------------------------------------------------------------------------------------------------- mutants
 
 FREED = "    srl_store_sc(&b->word, SRL_WORD(SRL_GEN(w) + 1, SRL_FREE, 0, 0));\n"
+WRITING = "    srl_store_sc(&b->word, SRL_WORD(r->generation, SRL_WRITING, r->spill ? SRL_SPILLED : 0, a->self));\n"
+DROPPED = "    srl_drop_spilled(a, b, w);\n"
+GIVEN = (
+    "    if (srl_span_give(a, b->offset, b->span, SRL_OWNER(w)))\n"
+    "        return; /* a descriptor that was scribbled on: fsck shows it, nobody gets its bytes */\n"
+)
 LISTED = "    srl_store_relaxed(&b->offset, a->h->free_slot);\n"
 
 # name: (file, text, what replaces it, driver, flags, mode, what it says)
 MUTANTS = {
     "seal without release": (
         "arena_block.c",
-        "if (srl_cas_sc(&b->word, w, SRL_WORD(gen, SRL_READY, checked ? 0 : SRL_UNCHECKED, a->self))) {",
-        "__atomic_store_n(&b->word, SRL_WORD(gen, SRL_READY, 0, a->self), __ATOMIC_RELAXED);\n        {",
+        "if (srl_cas_sc(&b->word, w, SRL_WORD(gen, SRL_READY, sealed, a->self))) {",
+        "__atomic_store_n(&b->word, SRL_WORD(gen, SRL_READY, sealed, a->self), __ATOMIC_RELAXED);\n        {",
         ("core_driver", ["-O1", "-fsanitize=thread"], ["publish"], "data race"),
     ),
     "no generation bump": (
@@ -142,10 +148,28 @@ MUTANTS = {
         "int rc = 0;",
         ("crash_driver", POINTS, ["one", "put"], "!= committed"),
     ),
+    "word before the file": (
+        "arena_block.c",
+        DROPPED + GIVEN + FREED,
+        GIVEN + FREED + DROPPED,
+        ("crash_driver", POINTS, ["recover"], "a file without its block"),
+    ),
+    "rebuild leaves the file": (
+        "arena_alloc.c",
+        "            srl_drop_spilled(a, b, w);\n",
+        "",
+        ("crash_driver", POINTS, ["recover"], "a file without its block"),
+    ),
+    "seal forgets the file": (
+        "arena_block.c",
+        "(SRL_FLAGS(w) & SRL_SPILLED) | (checked ? 0 : SRL_UNCHECKED);",
+        "checked ? 0 : SRL_UNCHECKED;",
+        ("crash_driver", POINTS, ["one", "put-file"], "in a span of 0"),
+    ),
     "word before descriptor": (
         "arena_block.c",
-        "    describe(b, r, span);\n    srl_store_sc(&b->word, SRL_WORD(r->generation, SRL_WRITING, 0, a->self));\n",
-        "    srl_store_sc(&b->word, SRL_WORD(r->generation, SRL_WRITING, 0, a->self));\n    describe(b, r, span);\n",
+        "    describe(b, r, span);\n" + WRITING,
+        WRITING + "    describe(b, r, span);\n",
         ("crash_driver", POINTS, ["one", "put"], ""),
     ),
 }

@@ -133,7 +133,7 @@ def test_bad_addresses(address):
         {"capacity": "1MiB", "max_processes": 257},
         {"capacity": "1MiB", "backing": "disk"},
         {"capacity": "1MiB", "backing": "file"},
-        {"capacity": "1MiB", "spill_dir": "/tmp"},
+        {"capacity": "1MiB", "spill_dir": "/tmp/none"},
     ],
 )
 def test_bad_arguments_leave_nothing(arguments):
