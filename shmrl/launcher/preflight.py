@@ -14,11 +14,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shmrl.config import RunTree
+from shmrl.config.budget import bytes_per_token, longest_episode
 from shmrl.config.shape import EXPERT_KEYS, ModelShape, model_shape
 from shmrl.errors import ConfigError, PortInUse
 from shmrl.node.host import arena_mount, available_memory, capacity_bytes, require_torch
 from shmrl.node.ports import require_free
-from shmrl.payload.budget import bytes_per_token, longest_episode
 
 
 @dataclass(frozen=True, slots=True)
