@@ -276,7 +276,7 @@ class Trainer(Table):
     sampling_replay: bool = True
     head: Count = 0
     pad_to_multiple_of: Positive = 1
-    logprob_chunk: Positive = 1024
+    logprob_chunk: Positive = 256
     keep_weights: Positive = 3
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()

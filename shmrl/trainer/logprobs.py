@@ -42,7 +42,7 @@ def token_logprobs(
     head_ids: Tensor | None = None,
     kept: KeptSets | None = None,
     temperature: Tensor | None = None,
-    chunk: int = 1024,
+    chunk: int = 256,
 ) -> TokenLogprobs:
     """Log-probabilities at `labels` (and `head_ids`) of softmax(hidden @ weight.T / temperature).
 

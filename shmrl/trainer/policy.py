@@ -23,7 +23,7 @@ class Policy(nn.Module):
         packed: its attention keeps packed sequences apart (flash attention); otherwise it is fed one row per sequence.
     """
 
-    def __init__(self, lm: Any, *, replay: RouterReplay | None = None, chunk: int = 1024, packed: bool = False) -> None:
+    def __init__(self, lm: Any, *, replay: RouterReplay | None = None, chunk: int = 256, packed: bool = False) -> None:
         super().__init__()
         self.lm = lm
         self.replay, self.packed, self._chunk = replay, packed, chunk

@@ -161,10 +161,15 @@ def _check(layer: int, router: Any) -> None:
     generator = torch.Generator().manual_seed(layer)
     weight = router.weight
     hidden = torch.randn(16, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
-    logits, weights, ids = router(hidden)
+    out = router(hidden)
+    who = f"{type(router).__name__} of layer {layer}"
+    expected = [[16, int(router.num_experts)], *[[16, int(router.top_k)]] * 2]
+    shapes = [list(part.shape) for part in out]
+    if shapes != expected:
+        got = "{}, {} and {}".format(*shapes) if len(shapes) == 3 else f"{len(shapes)} results"
+        raise RunError(f"{who} returns {got}, expected (logits {expected[0]}, weights and ids {expected[1]})")
+    logits, weights, ids = out
     gate = ROUTERS[type(router).__name__](router, logits, ids)
     worst = float((gate - weights).abs().max())
     if not worst <= 1e-6:
-        raise RunError(
-            f"{type(router).__name__} of layer {layer} weighs its experts in another way (off by {worst:.2e})"
-        )
+        raise RunError(f"{who} weighs its experts in another way (off by {worst:.2e})")

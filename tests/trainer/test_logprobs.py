@@ -1,8 +1,14 @@
-"""Chunked log-probabilities against the full log_softmax: values and gradients."""
+"""Chunked log-probabilities against the full log_softmax: values, gradients, and the memory they take."""
+
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from shmrl.config.tables import Trainer
 from shmrl.trainer.logprobs import KeptSets, token_logprobs
 
 
@@ -93,3 +99,22 @@ def test_bfloat16_hidden_states_with_float32_weights():
     assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
     plain = (hidden.float() @ weight.t()).log_softmax(-1)[torch.arange(5), torch.arange(5)]
     assert (out.label - plain).abs().max() < 0.1
+
+
+def extra_peaks(*cases):
+    """MiB that forward and backward add to their inputs for every (tokens, vocab, chunk), in a process of its own."""
+    command = [sys.executable, "-m", "tests.trainer.loss_memory", json.dumps(cases)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=True)
+    return json.loads(done.stdout)
+
+
+def test_memory_grows_with_the_chunk_and_not_with_tokens_x_vocabulary():
+    chunk = Trainer().logprob_chunk
+    bar, short, long, wide = extra_peaks(
+        (4096, 32768, chunk), (1024, 16384, chunk), (4096, 16384, chunk), (1024, 16384, 4 * chunk)
+    )
+    assert 4096 * 32768 * 4 / 2**20 == 512  # a single [tokens, vocab] would not fit
+    assert bar <= 200
+    assert long < 1.25 * short
+    assert wide > 2 * short

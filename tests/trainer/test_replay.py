@@ -1,5 +1,7 @@
 """Router replay: own ids change nothing, other ids do, gradients reach the routers, what cannot be right is refused."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -14,13 +16,13 @@ from tests.trainer.families import FAMILIES, build
 TOKENS = torch.arange(3, 27).reshape(2, 12)
 
 
-def own_routes(model, replay):
-    """int64 [24, layers, 2] the routers choose themselves; ends with the hooks that watched them gone."""
+def own_routes(model, replay, tokens=TOKENS):
+    """int64 [tokens, layers, 2] the routers choose themselves; ends with the hooks that watched them gone."""
     seen = {}
     routers = [m for m in model.modules() if type(m).__name__ in ROUTERS]
     hooks = [r.register_forward_hook(lambda m, a, out, i=i: seen.__setitem__(i, out[2])) for i, r in enumerate(routers)]
     with torch.no_grad():
-        model(input_ids=TOKENS, use_cache=False)
+        model(input_ids=tokens, use_cache=False)
     for hook in hooks:
         hook.remove()
     return torch.stack([seen[i] for i in range(len(replay.layers))], dim=1)
@@ -56,6 +58,46 @@ def test_replay_of_every_family(family):
     assert all(grad.abs().max() > 0 for grad in moved_grads)
 
     check_packing(Policy(model, replay=replay), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_ids_change_exactly_the_rows_they_should(family):
+    """In the last layer, their own; in an earlier one also those behind it, which attend to it."""
+    model = build(family)
+    replay = RouterReplay(model)
+    own = own_routes(model, replay)
+    free, _ = logits_and_router_grads(model, replay, None)
+    row = 5  # of the second sequence
+    for column in range(len(replay.layers)):
+        routes = own.clone()
+        routes[12 + row, column] = (routes[12 + row, column] + 1) % 8
+        moved, _ = logits_and_router_grads(model, replay, routes)
+        change = (moved - free).abs().amax(-1)
+        expected = torch.zeros(2, 12, dtype=torch.bool)
+        expected[1, row : 12 if replay.layers[column] == 0 else row + 1] = True
+        assert (change[expected] > 1e-4).all()
+        assert change[~expected].max() < 1e-5  # not 0: a product's rounding depends on how many rows an expert has
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_follows_a_bfloat16_sampler(family):
+    """It flips routes near a tie. The trainer without replay departs from it there, with replay it follows."""
+    model = build(family)
+    sampler = copy.deepcopy(model).bfloat16()
+    replay, tokens = RouterReplay(model), torch.randint(61, (8, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = own_routes(sampler, replay, tokens)
+        flipped = (theirs.sort(-1).values != own_routes(model, replay, tokens).sort(-1).values).any(-1).any(-1)
+        wanted = sampler(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
+        free = model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
+        with replay.routes(theirs):
+            followed = model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
+    assert 0 < flipped.sum() < len(flipped) / 2
+    at = flipped.view(tokens.shape)
+    kl = [(wanted.exp() * (wanted - mine)).sum(-1)[at].mean() for mine in (free, followed)]
+    assert kl[1] < kl[0] / 2, kl
+    own, _ = logits_and_router_grads(model, replay, own_routes(model, replay))
+    assert torch.equal(own, logits_and_router_grads(model, replay, None)[0])
 
 
 def test_layers_are_global_and_skip_the_dense_ones():
@@ -120,13 +162,40 @@ def test_an_unknown_router_is_named():
         RouterReplay(model)
 
 
-def test_a_router_that_weighs_in_another_way_is_refused():
-    model = build("qwen3_moe")
-    router = model.model.layers[1].mlp.gate
-    router.norm_topk_prob = False
+UPGRADES = {
+    "weights": (lambda out: (out[0], out[1] * 2, out[2]), "weighs its experts in another way"),
+    "ids": (lambda out: (out[0], out[1], out[2].flip(-1)), "weighs its experts in another way"),
+    "probabilities": (lambda out: (out[0].softmax(-1), out[1], out[2]), "weighs its experts in another way"),
+    "two results": (
+        lambda out: out[1:],
+        r"returns 2 results, expected \(logits \[16, 8\], weights and ids \[16, 2\]\)",
+    ),
+    "dense weights": (
+        lambda out: (out[0], out[0].sigmoid(), out[2]),
+        r"returns \[16, 8\], \[16, 8\] and \[16, 2\], exp",
+    ),
+}
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_router_that_an_upgrade_has_changed_is_refused(family, upgrade):
+    model = build(family)
+    changed, message = UPGRADES[upgrade]
+    layer = max(RouterReplay(model).layers)
+    router = next(m for n, m in model.named_modules() if f"layers.{layer}." in n and type(m).__name__ in ROUTERS)
     forward = router.forward
-    router.forward = lambda hidden: (lambda out: (out[0], out[1] * 2, out[2]))(forward(hidden))
-    with pytest.raises(RunError, match="Qwen3MoeTopKRouter of layer 1 weighs its experts in another way"):
+    router.forward = lambda hidden: changed(forward(hidden))
+    with pytest.raises(RunError, match=f"{type(router).__name__} of layer {layer} {message}"):
+        RouterReplay(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_router_that_an_upgrade_has_renamed_is_named(family):
+    model = build(family)
+    for router in [module for module in model.modules() if type(module).__name__ in ROUTERS]:
+        router.__class__ = type(f"New{type(router).__name__}", (type(router),), {})
+    with pytest.raises(RunError, match="no router replay for New"):
         RouterReplay(model)
 
 
