@@ -122,7 +122,7 @@ def test_another_uid_is_told_so():
 
 def test_another_session_of_tests_sees_none_of_ours(arena):
     """Two checkouts test at once, each over a /dev/shm of its own; where only root may mount, one at a time."""
-    code = "import os; from tests.support import private_shm; print(private_shm.enter(), sorted(os.listdir('/dev/shm')))"
+    code = "import os; from tests.support.private_shm import enter; print(enter(), sorted(os.listdir('/dev/shm')))"
     said = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
     assert said in ("True []\n", f"False {sorted(os.listdir('/dev/shm'))}\n")
 
