@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shmrl.units import parse_bytes
+from shmrl.units import parse_bytes, parse_shares
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -105,7 +105,8 @@ class ArenaConfig(Table):
     backing: "shm" (/dev/shm), "memfd" (no mount, gone with the last process), "file" in the directory `base`, for
     example of a tmpfs mounted with huge=. huge_pages: "auto" takes what mount or shmem_enabled give, "always" asks the
     kernel for each step and refuses to start without. numa: "interleave" over the nodes, or "bind:0-1,3". on_full:
-    "spill" puts what finds no room within timeout_s into files under spill_dir, a directory of a local disk.
+    "spill" puts what finds no room within timeout_s into files under spill_dir, a directory of a local disk. shares:
+    what sources can count on, fractions of the capacity (0.5) or sizes ("2GiB"); beyond it they borrow what is idle.
     """
 
     address: str | None = None
@@ -121,11 +122,20 @@ class ArenaConfig(Table):
     verify: bool = False
     preallocate: bool = False
     orphan_ttl_s: Annotated[float, Field(gt=0)] = 600.0
+    shares: dict[str, float | int | str] = {}
 
     @model_validator(mode="after")
     def _capacity(self) -> ArenaConfig:
         if self.capacity is not None and parse_bytes(self.capacity) < 1 << 20:
             raise ValueError(f"capacity = {self.capacity!r} is below 1MiB")
+        return self
+
+    @model_validator(mode="after")
+    def _shares(self) -> ArenaConfig:
+        sizes = [source for source, share in self.shares.items() if not isinstance(share, float)]
+        if sizes and self.capacity is None:
+            raise ValueError(f"shares of {', '.join(sizes)} are sizes: they need capacity (or give fractions, as 0.5)")
+        parse_shares(self.shares, 1 << 47 if self.capacity is None else parse_bytes(self.capacity))
         return self
 
     @model_validator(mode="after")
