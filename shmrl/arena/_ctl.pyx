@@ -242,6 +242,7 @@ cdef class Ctl:
 
 
 cdef dict row_of(uint64_t slot, const srl_block *b, uint8_t *handle, dict processes, int64_t now_ns):
+    """Of nothing but strings, numbers and tuples of them: 64k such dicts are no work for the garbage collector."""
     cdef uint64_t generation = b.word >> 32, flags = b.word >> 16 & 31
     memcpy(handle + 10, &slot, 4)
     memcpy(handle + 14, &generation, 4)
@@ -259,7 +260,7 @@ cdef dict row_of(uint64_t slot, const srl_block *b, uint8_t *handle, dict proces
         "tag": tag_of(b),
         "readers": b.readers,
         "done": indices(b.done),
-        "held_by": [name_of(index, processes) for index in indices(b.holders)],
+        "held_by": tuple([name_of(index, processes) for index in indices(b.holders)]),
         "step": None if b.step < 0 else b.step,
         "age_s": max(0, now_ns - <int64_t> b.birth_ns) // 1_000_000 / 1000,
     }
