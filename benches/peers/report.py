@@ -53,7 +53,8 @@ def rates(rounds: Sequence[dict[str, float]]) -> str:
     """put + get + free of 4 KiB blobs in bursts, per second."""
     names = list(dict.fromkeys(name for one in rounds for name in one))
     rows = [[name, f"{statistics.median(one[name] for one in rounds if name in one):,.0f}"] for name in names]
-    return f"### 4 KiB blobs, in bursts of {BURST} ({FEW} of who is slow)\n\n{_table(['peer', 'put + get + free per second'], rows)}"
+    title = f"### 4 KiB blobs, in bursts of {BURST} ({FEW} of who is slow)"
+    return f"{title}\n\n{_table(['peer', 'put + get + free per second'], rows)}"
 
 
 def copies(size: int, times: dict[str, list[float]]) -> str:
