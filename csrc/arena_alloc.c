@@ -275,12 +275,12 @@ int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset) {
 }
 
 int srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t writer) {
+    if (span == 0)
+        return 0;
     if (!span_fits(a, offset, span)) {
         a->corrupt = true;
         return -EUCLEAN;
     }
-    if (span == 0)
-        return 0;
     srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes - span);
     if (span < SRL_PAGE)
         return cell_give(a, offset, cell_class(span), writer);
@@ -293,6 +293,13 @@ void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count) {
 }
 
 /* ------------------------------------------------------------------------------------------------ rebuild */
+
+/* Whether a descriptor that is not FREE can be believed. A spilled block owns no bytes of data. */
+static bool block_fits(const srl_arena *a, const srl_block *b, uint64_t w) {
+    if (SRL_FLAGS(w) & SRL_SPILLED)
+        return b->span == 0 && b->nbytes <= b->offset;
+    return b->nbytes <= b->span && span_fits(a, b->offset, b->span);
+}
 
 static void clear_caches(srl_arena *a) {
     srl_header *h = a->h;
@@ -351,9 +358,8 @@ static void link_what_is_free(srl_arena *a) {
 static int check_all(const srl_arena *a) {
     for (uint64_t i = 0; i < srl_table_used(a); i++) {
         const srl_block *b = a->blocks + i;
-        unsigned state = SRL_STATE(srl_load_sc(&b->word));
-        if (state > SRL_FREEING ||
-            (state != SRL_FREE && (b->nbytes > b->span || !span_fits(a, b->offset, b->span))))
+        uint64_t w = srl_load_sc(&b->word);
+        if (SRL_STATE(w) > SRL_FREEING || (SRL_STATE(w) != SRL_FREE && !block_fits(a, b, w)))
             return -EUCLEAN;
     }
     return 0;
@@ -372,6 +378,7 @@ int srl_rebuild(srl_arena *a) {
         srl_block *b = a->blocks + i;
         uint64_t w = srl_load_sc(&b->word);
         if (SRL_STATE(w) == SRL_FREEING) {
+            srl_drop_spilled(a, b, w);
             w = SRL_WORD(SRL_GEN(w) + 1, SRL_FREE, 0, 0);
             srl_store_sc(&b->word, w);
         }

@@ -25,12 +25,20 @@ void srl_pend(srl_arena *a, uint32_t slot) {
     srl_store_sc(&a->h->pending_hint, 1);
 }
 
+/* The file goes before the word says FREE: whoever dies in between leaves a FREEING block, and the next who has
+ * the lock removes it once more. */
+void srl_drop_spilled(srl_arena *a, const srl_block *b, uint64_t w) {
+    if (SRL_FLAGS(w) & SRL_SPILLED && a->drop_file)
+        a->drop_file(a->ctx, (uint32_t)(b - a->blocks), SRL_GEN(w));
+}
+
 /* Under the lock: the map first, then the word, and the link of the free list where the span was only when the
  * word no longer says that there is one. `w` is the FREEING word that was won; anything else has been dealt
  * with. */
 static void free_locked(srl_arena *a, srl_block *b, uint64_t w) {
     if (SRL_STATE(w) != SRL_FREEING || srl_load_sc(&b->word) != w)
         return;
+    srl_drop_spilled(a, b, w);
     if (srl_span_give(a, b->offset, b->span, SRL_OWNER(w)))
         return; /* a descriptor that was scribbled on: fsck shows it, nobody gets its bytes */
     srl_store_sc(&b->word, SRL_WORD(SRL_GEN(w) + 1, SRL_FREE, 0, 0));
@@ -53,8 +61,10 @@ void srl_drain(srl_arena *a) {
     }
 }
 
-/* Won the CAS to FREEING. Never waits: this may run inside a garbage collection. */
+/* Won the CAS to FREEING. Never waits: this may run inside a garbage collection. A large file takes its time to go,
+ * so it goes before the lock is taken. */
 static void give_back(srl_arena *a, srl_block *b, uint64_t w) {
+    srl_drop_spilled(a, b, w);
     if (srl_lock(a, 0)) {
         srl_pend(a, (uint32_t)(b - a->blocks));
         srl_drain_if_free(a); /* the holder may have let go before it could see the hint */
@@ -127,28 +137,35 @@ static void describe(srl_block *b, const srl_request *r, uint64_t span) {
         srl_and_sc(b->done + i, 0);
 }
 
+static int take_space(srl_arena *a, srl_request *r, uint64_t span) {
+    r->offset = r->nbytes + r->room;
+    if (r->spill)
+        return 0;
+    int rc = srl_span_take(a, span, &r->offset);
+    return rc == -ENOSPC && a->h->committed_pages < a->max_pages ? -EMLINK : rc;
+}
+
 static int reserve_locked(srl_arena *a, srl_request *r) {
     srl_drain(a);
     if (a->corrupt || !srl_counts_are_sane(a))
         return -EUCLEAN;
-    if (srl_load32_sc(&a->h->space_waiters) && !srl_queue_first(a))
+    if (!r->spill && srl_load32_sc(&a->h->space_waiters) && !srl_queue_first(a))
         return -ENOSPC;
-    uint64_t slot, span = srl_span_nbytes(r->nbytes + r->room);
+    uint64_t slot, span = r->spill ? 0 : srl_span_nbytes(r->nbytes + r->room);
     int rc = find_slot(a, &slot);
     if (!rc)
         rc = next_nonce(a, &r->nonce);
+    if (!rc)
+        rc = take_space(a, r, span);
     if (rc)
         return rc;
-    rc = srl_span_take(a, span, &r->offset);
-    if (rc)
-        return rc == -ENOSPC && a->h->committed_pages < a->max_pages ? -EMLINK : rc;
     take_slot(a, slot);
     srl_block *b = srl_at(a, (uint32_t)slot);
     r->slot = (uint32_t)slot;
     r->generation = SRL_GEN(srl_load_sc(&b->word));
     describe(b, r, span);
-    srl_store_sc(&b->word, SRL_WORD(r->generation, SRL_WRITING, 0, a->self));
-    srl_event_note(a, SRL_DID_RESERVE, r->slot, r->generation, r->nbytes);
+    srl_store_sc(&b->word, SRL_WORD(r->generation, SRL_WRITING, r->spill ? SRL_SPILLED : 0, a->self));
+    srl_event_note(a, r->spill ? SRL_DID_SPILL : SRL_DID_RESERVE, r->slot, r->generation, r->nbytes);
     return 0;
 }
 
@@ -187,7 +204,8 @@ int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, ui
             srl_abort(a, slot, gen);
             return -ECANCELED;
         }
-        if (srl_cas_sc(&b->word, w, SRL_WORD(gen, SRL_READY, checked ? 0 : SRL_UNCHECKED, a->self))) {
+        unsigned sealed = (SRL_FLAGS(w) & SRL_SPILLED) | (checked ? 0 : SRL_UNCHECKED);
+        if (srl_cas_sc(&b->word, w, SRL_WORD(gen, SRL_READY, sealed, a->self))) {
             srl_event_note(a, SRL_DID_SEAL, slot, gen, srl_load_relaxed(&b->nbytes));
             return 0;
         }

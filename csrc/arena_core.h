@@ -1,7 +1,8 @@
 /* The C core of the arena: the operations, over (base address, size) alone.
  *
  * Called by shmrl/arena/_arena.pyx in every attached process, and by tests/arena/core_driver.c in threads.
- * No names, no descriptors, no allocation, no Python. Every function returns 0 (or a count) or -errno:
+ * No names, no descriptors, no allocation, no Python: what a death or a file is, callbacks know. Every function
+ * returns 0 (or a count) or -errno:
  *   -ESTALE  freed, or another generation    -EBUSY      still being written
  *   -EPERM   not the owner                   -ENODATA    never shipped
  *   -ENOSPC  no space                        -ECANCELED  discarded meanwhile
@@ -24,6 +25,9 @@
 /* 1: process `p` is dead, proved by the kernel; 0: alive or not known. Never asked about the caller's own. */
 typedef int (*srl_is_dead_fn)(void *ctx, unsigned p);
 
+/* Removes the file of a spilled block, if it is there. May be called twice, and under the lock. */
+typedef void (*srl_drop_file_fn)(void *ctx, uint32_t slot, uint32_t gen);
+
 typedef struct {
     uint32_t count, generation; /* holds of this process on a slot, and of which generation */
 } srl_hold;
@@ -40,6 +44,7 @@ typedef struct {
     uint32_t self;   /* own process index, SRL_NONE for an inspector */
     srl_hold *holds; /* [max_blocks], zeroed, private to this process */
     srl_is_dead_fn is_dead;
+    srl_drop_file_fn drop_file; /* NULL: no spill directory */
     void *ctx;
     pthread_mutex_t mutex; /* in front of the shared lock: owner == self then means a dead predecessor */
     bool freed;            /* under the lock: space came back, wake the queue after letting go */
@@ -53,13 +58,14 @@ typedef struct {
     uint64_t nbytes, room; /* payload; bytes wanted behind it for the tail */
     const char *tag;
     uint32_t tag_len;
+    bool spill;                /* a file, which the caller makes, instead of a span */
     uint32_t slot, generation; /* out */
-    uint64_t nonce, offset;    /* out */
+    uint64_t nonce, offset;    /* out; SPILLED: bytes of its file */
 } srl_request;
 
 typedef struct {
     uint64_t blocks, used_bytes, peak_bytes, committed_bytes, capacity_bytes, created, freed, orphaned,
-        spilled, waits;
+        spilled, spilled_bytes, waits;
 } srl_stats;
 
 /* What bytes are added up by. A key is text, or 8 bytes: step (-1 none), process (SRL_NONE: an orphan), age. */
@@ -135,6 +141,7 @@ void srl_finish(srl_arena *a, srl_block *b);
 void srl_drain(srl_arena *a); /* under the lock: returns every pending block */
 bool srl_done_complete(const srl_block *b);
 void srl_pend(srl_arena *a, uint32_t slot);
+void srl_drop_spilled(srl_arena *a, const srl_block *b, uint64_t w);
 
 /* growth: the caller has committed the bytes already */
 int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns);

@@ -4,6 +4,7 @@
  *
  *   ctl  = header | processes[256] | events[4096] | pending bitmap | pages[] | blocks[]
  *   data = capacity bytes in pages of 64 KiB; all of its bookkeeping is in ctl
+ *   A spilled block is a file of its own, <spill_dir>/<slot>-<generation>, and takes nothing from data.
  *
  * Names
  *   slot        index of a block's descriptor: 0 <= slot < table_used <= table_committed <= max_blocks
@@ -11,7 +12,7 @@
  *               `live` file is locked while it lives, byte 256 + process while somebody sweeps or claims it
  *   generation  how often the descriptor was freed; one that reaches 2^32 - 1 is never used again
  *   span        bytes of `data` that a block owns: whole pages, one cell of a page cut into equal cells, none
- *   tail        columns table and checksums, behind the payload in the same span
+ *   tail        columns table and checksums, behind the payload in the same span or file
  *   event       what happened to a block or process; the last 4,096 are kept for people, decisions ignore them
  *
  * Invariants (block b, process p)
@@ -19,6 +20,7 @@
  *   bytes(p may read)     : p's bit in b.holders is set and state(b) in {READY, RETIRED}
  *   state(b) = FREEING   <=> exactly one CAS RETIRED|WRITING -> FREEING happened in this generation
  *   FREE <-> WRITING, FREEING -> FREE : only under the allocator's lock, by anyone
+ *   b has a file          => state(b) != FREE and SPILLED, in this generation; then span(b) = 0
  *   spans of non-FREE blocks + free spans + free cells = committed_pages * 64 KiB, while the lock is free
  *   created = sum(generation) + #(state != FREE);  freed = sum(generation) + #(state == FREEING)
  *   pages[], bins, cell lists, free descriptors, pending: caches of blocks[]; srl_rebuild() makes them anew
@@ -30,7 +32,7 @@
 #include <stdint.h>
 
 #define SRL_MAGIC         UINT64_C(0x31616e6572616c72) /* "rlarena1" */
-#define SRL_VERSION       3 /* any change below bumps it; attach refuses every other one */
+#define SRL_VERSION       4 /* any change below bumps it; attach refuses every other one */
 #define SRL_MAX_PROCESSES 256
 #define SRL_PAGE          65536u
 #define SRL_TAG_MAX       112
@@ -41,6 +43,7 @@
 #define SRL_CELL_CLASSES  29
 #define SRL_CELL_MAX      32768u
 #define SRL_EVENTS        4096u
+#define SRL_SPILL_DIR_MAX 512
 
 enum srl_state { SRL_FREE = 0, SRL_WRITING = 1, SRL_READY = 2, SRL_RETIRED = 3, SRL_FREEING = 4 };
 
@@ -65,7 +68,7 @@ enum {
 
 typedef struct {
     uint64_t word;     /* see above; every transition is a CAS of the whole word, or a store under the lock */
-    uint64_t offset;   /* of the span in data; while FREE: next free descriptor + 1 */
+    uint64_t offset;   /* of the span in data; SPILLED: bytes of its file; FREE: next free descriptor + 1 */
     uint64_t nbytes;   /* payload */
     uint64_t nonce;    /* in the handle; makes it unguessable */
     uint64_t birth_ns; /* CLOCK_BOOTTIME at reserve */
@@ -115,6 +118,7 @@ enum srl_event_kind {
     SRL_DID_SWEEP,     /* slot: the dead process */
     SRL_DID_TAKE_OVER, /* slot: the dead owner of the lock */
     SRL_DID_FILL,      /* no room for nbytes: the asker waits or is refused */
+    SRL_DID_SPILL,     /* reserved in a file instead of in data */
 };
 
 /* mark = number:48 | kind:8 | process:8, stored last; event `number` is in record number % SRL_EVENTS */
@@ -155,6 +159,8 @@ typedef struct {
     _Alignas(64) uint64_t bin_map[SRL_BINS / 64];
     uint32_t bins[SRL_BINS];
     uint32_t cell_pages[SRL_CELL_CLASSES];
+
+    _Alignas(64) char spill_dir[SRL_SPILL_DIR_MAX]; /* this arena's own, "" = none */
 } srl_header;
 
 _Static_assert(sizeof(srl_block) == 256, "a descriptor is four cache lines");

@@ -41,14 +41,17 @@ static srl_live *watched; /* changed under the interpreter's lock */
 static void in_child(void) {
     for (srl_live *live = watched; live; live = live->next) {
         close(live->fd);
-        live->fd = -1;
+        if (live->spill >= 0)
+            close(live->spill);
+        live->fd = live->spill = -1;
         live->detached = 1;
     }
     watched = NULL;
 }
 
-void srl_live_init(srl_live *live, int fd) {
+void srl_live_init(srl_live *live, int fd, int spill) {
     live->fd = fd;
+    live->spill = spill;
     pthread_mutex_init(&live->sweeping, NULL);
 }
 
@@ -87,6 +90,7 @@ static int claim_one(srl_arena *a, srl_live *live, unsigned p) {
 
 int srl_claim(srl_arena *a, srl_live *live) {
     a->is_dead = srl_live_is_dead;
+    a->drop_file = live->spill < 0 ? NULL : srl_spill_drop;
     a->ctx = live;
     for (unsigned p = 0; p < a->max_processes; p++)
         if (claim_one(a, live, p))

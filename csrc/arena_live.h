@@ -10,9 +10,10 @@
 
 #include "arena_core.h"
 
-/* One per attached arena; a forked child finds its descriptor closed and `detached` set. */
+/* One per attached arena; a forked child finds its descriptors closed and `detached` set. */
 typedef struct srl_live {
     int fd;
+    int spill; /* directory of spilled blocks, -1 = none; its flock says that somebody needs it */
     int detached;
     pthread_mutex_t sweeping; /* threads share the description, so byte 256 + p does not keep them apart */
     struct srl_live *next;
@@ -23,11 +24,16 @@ void srl_live_let_go(int fd, unsigned byte);
 int srl_live_taken(int fd, unsigned byte,
                    unsigned nbytes); /* 1 another description locks one of them, 0 none, -errno */
 int srl_live_is_dead(void *live, unsigned process);
-void srl_live_init(srl_live *live, int fd);
+void srl_live_init(srl_live *live, int fd, int spill);
 void srl_live_watch_forks(srl_live *live);
 void srl_live_unwatch(srl_live *live);
 int srl_claim(srl_arena *a, srl_live *live);      /* -> process index, or -EUSERS */
 int srl_sweep_dead(srl_arena *a, srl_live *live); /* -> how many dead processes were swept */
 int srl_others_alive(const srl_arena *a, srl_live *live);
+
+/* files of spilled blocks, arena_spill.c */
+int srl_spill_make(int dir, uint32_t slot, uint32_t gen, uint64_t nbytes, uint8_t **at);
+int srl_spill_map(int dir, uint32_t slot, uint32_t gen, uint64_t nbytes, const uint8_t **at);
+void srl_spill_drop(void *live, uint32_t slot, uint32_t gen);
 
 #endif

@@ -13,6 +13,7 @@
 
 #define SRL_SET(lvalue, value) ((lvalue) = (value)) /* a plain store to shared memory, under the lock */
 #define SRL_ZERO(at, nbytes)   memset(at, 0, nbytes)
+#define SRL_OUTSIDE(call)      (call) /* a change that others see, but not in shared memory: a file */
 
 #else
 
@@ -45,6 +46,7 @@ void srl_at_point(const srl_point *here); /* the driver's; may not return */
 
 #define SRL_SET(lvalue, value)         SRL_POINTED((lvalue) = (value))
 #define SRL_ZERO(at, nbytes)           SRL_POINTED(memset(at, 0, nbytes))
+#define SRL_OUTSIDE(call)              SRL_POINTED_VALUE(call)
 #define srl_store_relaxed(p, v)        SRL_POINTED(srl_store_relaxed(p, v))
 #define srl_store_release(p, v)        SRL_POINTED(srl_store_release(p, v))
 #define srl_store_sc(p, v)             SRL_POINTED(srl_store_sc(p, v))

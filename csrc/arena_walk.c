@@ -187,12 +187,15 @@ static int count_groups(srl_walk *walk, const seen *s) {
     return 0;
 }
 
-static void count_block(srl_stats *out, uint64_t w, uint64_t span) {
+static void count_block(srl_stats *out, const srl_block *b, uint64_t w, uint64_t span) {
     unsigned state = SRL_STATE(w);
     out->blocks += state != SRL_FREEING;
     out->used_bytes += span;
     out->orphaned += state == SRL_READY && SRL_FLAGS(w) & SRL_ORPHAN;
-    out->spilled += (SRL_FLAGS(w) & SRL_SPILLED) != 0;
+    if (SRL_FLAGS(w) & SRL_SPILLED) {
+        out->spilled++;
+        out->spilled_bytes += srl_load_relaxed(&b->offset);
+    }
 }
 
 /* Fills the counters and the walk's tables, each `by` at most once. -ENOBUFS: a table has more groups than half
@@ -212,7 +215,7 @@ int srl_count(const srl_arena *a, srl_stats *out, srl_walk *walk) {
         if (SRL_STATE(s.word) == SRL_FREE)
             continue;
         freeing += SRL_STATE(s.word) == SRL_FREEING;
-        count_block(out, s.word, s.span);
+        count_block(out, a->blocks + i, s.word, s.span);
         if (count_groups(walk, &s))
             return -ENOBUFS;
     }
@@ -277,10 +280,15 @@ static void check_block(const srl_arena *a, uint32_t i, uint64_t w, const uint64
     unsigned state = SRL_STATE(w), owner = SRL_OWNER(w);
     if (state > SRL_FREEING)
         BLOCK_FAULT("state %u does not exist", state);
-    if (b->span > end || b->offset > end - b->span)
+    bool spilled = SRL_FLAGS(w) & SRL_SPILLED;
+    uint64_t room = spilled ? b->offset : b->span;
+    if (spilled && b->span)
+        BLOCK_FAULT("spilled, and a span of %lu", b->span);
+    if (!spilled && (b->span > end || b->offset > end - b->span))
         BLOCK_FAULT("span %lu + %lu passes the committed %lu bytes", b->offset, b->span, end);
-    if (b->nbytes > b->span || b->tail_nbytes > b->span - b->nbytes)
-        BLOCK_FAULT("%lu bytes and a tail of %u in a span of %lu", b->nbytes, b->tail_nbytes, b->span);
+    if (b->nbytes > room || b->tail_nbytes > room - b->nbytes)
+        BLOCK_FAULT("%lu bytes and a tail of %u in a %s of %lu", b->nbytes, b->tail_nbytes,
+                    spilled ? "file" : "span", room);
     if (owner >= a->max_processes)
         BLOCK_FAULT("owner %u of %u processes", owner, a->max_processes);
     else if (state == SRL_WRITING && !bit_of(attached, owner))

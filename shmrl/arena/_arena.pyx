@@ -16,7 +16,7 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, P
 from cpython.bytes cimport PyBytes_AsString, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_Size
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
-from libc.errno cimport EAGAIN, EBUSY, ENOSPC, EPERM, ESTALE, ETIMEDOUT
+from libc.errno cimport EAGAIN, EBUSY, ENOENT, ENOSPC, EPERM, ESTALE, ETIMEDOUT
 from libc.stdint cimport uintptr_t
 from libc.string cimport memchr, memcpy, memset
 from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED
@@ -25,6 +25,7 @@ from posix.time cimport CLOCK_MONOTONIC
 from posix.unistd cimport close as close_fd, getpid
 
 import warnings
+from os import strerror
 from time import sleep
 
 from shmrl.arena._dlpack import UNSAID, capsule
@@ -130,7 +131,9 @@ cdef class View:
     cdef Core core            # keeps the mapping
     cdef readonly object handle
     cdef uint32_t slot        # descriptor whose hold this view has
-    cdef const uint8_t *at    # first byte
+    cdef const uint8_t *file  # a spilled block's own mapping
+    cdef uint64_t mapped      # its bytes, 0 = none: the block is in the arena's
+    cdef const uint8_t *at    # first byte of the view
     cdef Py_ssize_t n, row    # bytes, and bytes in a row: 1 for a whole block
     cdef int exports          # live buffers
     cdef bint held, leaving   # holds the block; release with the last export
@@ -149,6 +152,8 @@ cdef class View:
     cdef void _drop(self) noexcept:
         if self.held:
             self.held = False
+            if self.mapped:
+                munmap(<void *> self.file, self.mapped)
             self.core._let_go(self.slot)
 
     @property
@@ -207,10 +212,12 @@ cdef class View:
     def _tail(self):
         """What lies behind the payload -> (tail bytes, its crc32c in the descriptor, sealed with checksums)."""
         cdef srl_block *b = self.core.a.blocks + self.slot
-        cdef uint64_t left = self.core.data_nbytes - <uint64_t> (self.at - self.core.data)
+        cdef uint64_t left = self.mapped
+        if not left:
+            left = self.core.data_nbytes - <uint64_t> (self.at - self.core.data)
         cdef uint64_t start = srl_tail_at(self.n), n = b.tail_nbytes
         if n and (start > left or n > left - start):
-            raise ArenaCorrupt(f"{self.handle!r}: a tail of {n} bytes behind {self.n}, with {left} to the arena's end")
+            raise ArenaCorrupt(f"{self.handle!r}: a tail of {n} bytes behind {self.n}, with {left} to the end")
         tail = PyBytes_FromStringAndSize(<const char *> self.at + start, n) if n else b""
         return tail, b.crc, not (b.word >> 16) & SRL_UNCHECKED
 
@@ -226,7 +233,9 @@ cdef class Block:
     """A reserved block: fill `buffer`, then `seal()`. Leaving `with` unsealed frees it. Made by `Arena.reserve`."""
     cdef Core core
     cdef uint32_t slot, generation
-    cdef uint64_t nonce, offset, n, room
+    cdef uint64_t nonce, n, room
+    cdef uint8_t *at              # first byte: in the arena's mapping, or in a spilled block's own
+    cdef uint64_t mapped          # bytes of that mapping of its own, 0 = none
     cdef int exports              # live buffers: their bytes cannot go back to the pool
     cdef bint open, abandoned, held
     cdef readonly object handle   # None until sealed
@@ -235,18 +244,25 @@ cdef class Block:
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         if not self.open:
             raise BufferError("the block is sealed or freed")
-        PyBuffer_FillInfo(buffer, self, self.core.data + self.offset, <Py_ssize_t> self.n, 0, flags)
+        PyBuffer_FillInfo(buffer, self, self.at, <Py_ssize_t> self.n, 0, flags)
         self.exports += 1
 
     def __releasebuffer__(self, Py_buffer *buffer):
         self.exports -= 1
-        if self.exports:
+        if self.exports or self.open:
             return
         if self.abandoned:
             self._free()
-        elif self.held:
+            return
+        self._unmap()
+        if self.held:
             self.held = False
             self.core._let_go(self.slot)
+
+    cdef void _unmap(self):
+        if self.mapped:
+            munmap(self.at, self.mapped)
+            self.mapped = 0
 
     @property
     def buffer(self):
@@ -279,7 +295,7 @@ cdef class Block:
         if srl_tail_at(self.n) - self.n + <uint64_t> n > self.room:
             raise ValueError(f"columns and checksums of {n} bytes do not fit the {self.room} behind the payload: "
                              "24 columns, and a checksum per 512 bytes")
-        memcpy(self.core.data + self.offset + srl_tail_at(self.n), PyBytes_AsString(tail), n)
+        memcpy(self.at + srl_tail_at(self.n), PyBytes_AsString(tail), n)
         crc[0] = srl_crc32c(0, PyBytes_AsString(tail), n)
         return <uint32_t> n
 
@@ -291,8 +307,11 @@ cdef class Block:
             if self.exports and srl_acquire(&self.core.a, self.slot, self.generation, self.nonce) == 0:
                 self.held = True  # a writable array is still about: its bytes may not become another block's
                 self.core.users += 1
+        if not self.exports:
+            self._unmap()
         self.core._leave()
-        check(rc, f"block {self.tag}")
+        if rc:
+            check(rc, f"block {self.tag}")
         return self.handle
 
     def free(self):
@@ -307,6 +326,7 @@ cdef class Block:
 
     cdef void _free(self) noexcept:
         self.abandoned = False
+        self._unmap()
         if not self.core.live.detached:
             srl_abort(&self.core.a, self.slot, self.generation)
         self.core._leave()
@@ -355,13 +375,13 @@ cdef class Core:
     cdef bint attached, shut, writable
 
     def __cinit__(self):
-        self.live.fd = self.ctl_fd = self.data_fd = -1
+        self.live.fd = self.live.spill = self.ctl_fd = self.data_fd = -1
 
-    def _attach(self, int live_fd, int ctl_fd, int data_fd, uint64_t ctl_nbytes, uint64_t data_file_nbytes,
-                bytes name, reader):
+    def _attach(self, int live_fd, int ctl_fd, int data_fd, int spill_fd, uint64_t ctl_nbytes,
+                uint64_t data_file_nbytes, bytes name, reader):
         """Maps ctl and data, claims a process slot. Owns the descriptors from here on, also when it raises."""
         self.ctl_fd, self.data_fd, self.ctl_nbytes = ctl_fd, data_fd, ctl_nbytes
-        srl_live_init(&self.live, live_fd)
+        srl_live_init(&self.live, live_fd, spill_fd)
         self.ctl = <uint8_t *> mmap(NULL, ctl_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, ctl_fd, 0)
         if self.ctl == <uint8_t *> MAP_FAILED:
             self.ctl = NULL
@@ -441,10 +461,10 @@ cdef class Core:
         if self.ctl != NULL:
             munmap(self.ctl, self.ctl_nbytes)
         self.data, self.a.holds, self.ctl = NULL, NULL, NULL
-        for fd in (self.data_fd, self.ctl_fd, self.live.fd):
+        for fd in (self.data_fd, self.ctl_fd, self.live.spill, self.live.fd):
             if fd >= 0:
                 close_fd(fd)
-        self.data_fd = self.ctl_fd = self.live.fd = -1
+        self.data_fd = self.ctl_fd = self.live.spill = self.live.fd = -1
 
     def close(self):
         """Detaches this process: its unsealed blocks are freed, its sealed ones become orphans. Idempotent.
@@ -511,8 +531,9 @@ cdef class Core:
         """A block of `nbytes` to fill in place -> Block (use it with `with`; leaving without seal() frees it).
 
         tag: "run/source/group/episode", at most 112 bytes. on_full: "block" waits up to timeout_s (None = for ever) for
-        space, "raise" does not. `hot` matters to put() alone; it is accepted so that both take the same arguments.
-        Errors: ArenaFull, PeerDied, PeerStalled, ArenaClosed, ValueError.
+        space, "raise" does not, "spill" waits as "block" does and then takes a file of the spill directory; so does,
+        at once, a block larger than the arena. `hot` matters to put() alone; it is accepted so that both take the same
+        arguments. Errors: ArenaFull, PeerDied, PeerStalled, ArenaClosed, ValueError ("spill" without a spill_dir).
         """
         if not 0 <= nbytes < 1 << 48:
             raise ValueError(f"nbytes={nbytes}: a block has 0 to 2^48 - 1 bytes")
@@ -520,8 +541,9 @@ cdef class Core:
 
     cdef Block _reserve(self, uint64_t nbytes, uint64_t room, str tag, object timeout_s, str on_full):
         self._alive()
-        if on_full not in ("block", "raise"):
-            raise ValueError(f"on_full={on_full!r}: 'block' or 'raise' (this arena has no spill_dir)")
+        if on_full not in ("block", "raise") and (on_full != "spill" or self.live.spill < 0):
+            raise ValueError(f"on_full={on_full!r}: 'block' or 'raise'"
+                             + (" (this arena has no spill_dir)" if self.live.spill < 0 else " or 'spill'"))
         cdef Py_ssize_t tag_len
         cdef const char *raw = PyUnicode_AsUTF8AndSize(tag, &tag_len)
         if tag_len > SRL_TAG_MAX or memchr(raw, 0, tag_len) != NULL:
@@ -529,28 +551,33 @@ cdef class Core:
         if not self.writable:
             self._open_for_writing()
         cdef srl_request r
-        r.nbytes, r.room, r.tag, r.tag_len = nbytes, room, raw, <uint32_t> tag_len
+        r.nbytes, r.room, r.tag, r.tag_len, r.spill = nbytes, room, raw, <uint32_t> tag_len, False
         cdef int rc = srl_reserve(&self.a, &r, 0)
         if rc:
-            self._reserve_slowly(&r, timeout_s, on_full == "block")
+            self._reserve_slowly(&r, timeout_s, on_full)
         cdef Block block = Block.__new__(Block)
         block.core, block.slot, block.generation, block.nonce = self, r.slot, r.generation, r.nonce
-        block.offset, block.n, block.room, block.open, block.tag = r.offset, r.nbytes, r.room, True, tag
+        block.n, block.room, block.open, block.tag = r.nbytes, r.room, True, tag
         self.users += 1
+        if r.spill:
+            self._make_file(block, max(r.offset, <uint64_t> 1))
+        else:
+            block.at = self.data + r.offset
         if (self.a.h.committed_pages < self.a.max_pages
                 and self.a.h.committed_pages * SRL_PAGE < self.a.h.used_bytes + LOOK_AHEAD):
             self._look_ahead()
         return block
 
-    cdef int _reserve_slowly(self, srl_request *r, object timeout_s, bint block) except -1:
+    cdef int _reserve_slowly(self, srl_request *r, object timeout_s, str on_full) except -1:
         cdef uint64_t began = srl_now_ns(CLOCK_MONOTONIC)
-        cdef uint64_t patience = max(deadline_of(timeout_s), began + 250_000_000)  # for the lock, however short
+        cdef uint64_t deadline = deadline_of(timeout_s), patience
         cdef int rc
-        turn = self._waiting(r.nbytes, r.nbytes + r.room, block, timeout_s)
+        turn = self._waiting(r.nbytes, r.nbytes + r.room, on_full, timeout_s)
         self.users += 1
         try:
             while True:
                 turn.seen = self.a.h.space_seq
+                patience = max(deadline, srl_now_ns(CLOCK_MONOTONIC) + 250_000_000)  # for the lock, however short
                 with nogil:
                     rc = srl_reserve(&self.a, r, patience)
                 if rc == 0:
@@ -559,10 +586,25 @@ cdef class Core:
                     self._raise_stalled((srl_now_ns(CLOCK_MONOTONIC) - began) / 1e9)
                 if rc not in (-ENOSPC, -EXFULL, -EMLINK):
                     check(rc, "reserve:")
-                turn.next(-rc)
+                if turn.next(-rc):
+                    r.spill = True
         finally:
             turn.leave()
             self._leave()
+
+    cdef int _make_file(self, Block block, uint64_t nbytes) except -1:
+        """The file of a block that was reserved as spilled; if it cannot be had, the block is no more."""
+        cdef int rc, directory = self.live.spill
+        cdef uint32_t slot = block.slot, generation = block.generation
+        cdef uint8_t *at = NULL
+        with nogil:
+            rc = srl_spill_make(directory, slot, generation, nbytes, &at)
+        if rc:
+            block.open = False
+            block._free()
+            raise self._spill_failed(block.n, -rc)
+        block.at, block.mapped = at, nbytes
+        return 0
 
     def _queue(self, bint enter):
         """Takes this process's place in the queue for space, or gives it up."""
@@ -611,7 +653,7 @@ cdef class Core:
 
     cdef uint32_t _fill(self, Block block, const void *source, bint hot, bint checksum, uint32_t *crc):
         """Copies from source, if there is one, and writes the checksums behind the payload -> bytes of tail."""
-        cdef uint8_t *to = self.data + block.offset
+        cdef uint8_t *to = block.at
         cdef uint32_t tail
         if block.n < RELEASE_GIL_FROM:
             return srl_fill(to, source, block.n, hot, checksum, crc)
@@ -650,11 +692,27 @@ cdef class Core:
         self.users += 1
         view.core, view.handle, view.slot, view.held = self, handle, p.slot, True
         cdef srl_block *b = self.a.blocks + p.slot
+        if (b.word >> 16) & SRL_SPILLED:
+            self._map_file(view, &p, b.nbytes, b.tail_nbytes)
+            return view
         cdef uint64_t at = b.offset, n = b.nbytes, span = b.span  # read once: what is checked is what is used
         if span > self.data_nbytes or at > self.data_nbytes - span or n > span:
             raise ArenaCorrupt(f"{handle!r}: {n} bytes in {span} at {at} of {self.data_nbytes}")
         view.at, view.n, view.row = self.data + at, <Py_ssize_t> n, 1
         return view
+
+    cdef int _map_file(self, View view, Parts *p, uint64_t n, uint64_t tail) except -1:
+        """A spilled block is mapped by each view of it, for the view's life."""
+        cdef uint64_t nbytes = max(srl_tail_at(n) + tail if tail else n, <uint64_t> 1)
+        if n >> 48:
+            raise ArenaCorrupt(f"{view.handle!r}: a spilled block of {n} bytes")
+        cdef int rc = srl_spill_map(self.live.spill, p.slot, p.generation, nbytes, &view.at)
+        if rc == -EUCLEAN or rc == -ENOENT:
+            raise ArenaCorrupt(f"{view.handle!r}: its file of {nbytes} bytes in {self._spill_dir()} was removed or cut")
+        if rc:
+            raise ArenaError(f"{view.handle!r}: its file in {self._spill_dir()} cannot be mapped: {strerror(-rc)}")
+        view.file, view.mapped, view.n, view.row = view.at, nbytes, <Py_ssize_t> n, 1
+        return 0
 
     # ------------------------------------------------------------------------------------------------------ ownership
 
@@ -769,13 +827,17 @@ cdef class Core:
         self._leave()
         return rc
 
+    def _spill_dir(self):
+        """This arena's own spill directory, "" if it has none."""
+        return text_of(self.a.h.spill_dir, SRL_SPILL_DIR_MAX)
+
     def _header(self):
         """Header words that change and that do not -> dict."""
         self._alive()
         cdef srl_header *h = self.a.h
         if not srl_counts_are_sane(&self.a):
             check(-EUCLEAN, "header:")
-        return dict(capacity=self.data_nbytes, boot=h.boot, committed_pages=h.committed_pages,
+        return dict(capacity=self.data_nbytes, used_bytes=h.used_bytes, boot=h.boot, committed_pages=h.committed_pages,
                     max_pages=self.a.max_pages, max_blocks=self.a.max_blocks, table_committed=h.table_committed,
                     table_step=h.table_step, huge=h.huge)
 

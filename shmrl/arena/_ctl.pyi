@@ -20,7 +20,9 @@ def format_ctl(
     huge: bool,
     orphan_ttl_ns: int,
     run_id: bytes,
+    spill_dir: bytes,
 ) -> None: ...
+def spill_dir_of(head: bytes) -> str: ...
 
 _Counted = dict[Any, tuple[int, int]]
 

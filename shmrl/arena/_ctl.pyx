@@ -44,18 +44,27 @@ def ctl_nbytes(capacity):
 
 
 def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t boot, uint32_t max_processes,
-               uint32_t table_step, bint huge, uint64_t orphan_ttl_ns, bytes run_id):
+               uint32_t table_step, bint huge, uint64_t orphan_ttl_ns, bytes run_id, bytes spill_dir):
     """Writes the header of a new ctl file (any writable buffer of 4,096 bytes or more), its magic last."""
     cdef Py_buffer raw
     cdef srl_header given
     memset(&given, 0, sizeof(given))
     memcpy(given.id, PyBytes_AsString(ident), 16)
     memcpy(given.run_id, PyBytes_AsString(run_id), min(len(run_id), 63))
+    memcpy(given.spill_dir, PyBytes_AsString(spill_dir), min(len(spill_dir), SRL_SPILL_DIR_MAX - 1))
     given.node, given.boot, given.max_processes, given.table_step = node, boot, max_processes, table_step
     given.huge, given.orphan_ttl_ns = huge, orphan_ttl_ns
     PyObject_GetBuffer(buffer, &raw, PyBUF_WRITABLE)
     srl_format(raw.buf, capacity, &given)
     PyBuffer_Release(&raw)
+
+
+def spill_dir_of(bytes head):
+    """The spill directory named in the first 4,096 bytes of a ctl file; "" if none, or of another version."""
+    cdef const srl_header *h = <const srl_header *> PyBytes_AsString(head)
+    if len(head) < <Py_ssize_t> sizeof(srl_header) or h.magic != SRL_MAGIC or h.version != SRL_VERSION:
+        return ""
+    return (<bytes> h.spill_dir[:SRL_SPILL_DIR_MAX]).split(b"\0", 1)[0].decode(errors="replace")
 
 
 cdef class Ctl:
@@ -230,6 +239,7 @@ cdef class Ctl:
 
 
 cdef dict row_of(uint64_t slot, const srl_block *b, uint8_t *handle, dict processes, int64_t now_ns):
+    """Of nothing but strings, numbers and tuples of them: 64k such dicts are no work for the garbage collector."""
     cdef uint64_t generation = b.word >> 32, flags = b.word >> 16 & 31
     memcpy(handle + 10, &slot, 4)
     memcpy(handle + 14, &generation, 4)
@@ -247,7 +257,7 @@ cdef dict row_of(uint64_t slot, const srl_block *b, uint8_t *handle, dict proces
         "tag": tag_of(b),
         "readers": b.readers,
         "done": indices(b.done),
-        "held_by": [name_of(index, processes) for index in indices(b.holders)],
+        "held_by": tuple([name_of(index, processes) for index in indices(b.holders)]),
         "step": None if b.step < 0 else b.step,
         "age_s": max(0, now_ns - <int64_t> b.birth_ns) // 1_000_000 / 1000,
     }

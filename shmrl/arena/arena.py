@@ -6,6 +6,7 @@ The launcher, or the node server of a node, creates; everybody attaches. Each pr
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
@@ -18,9 +19,9 @@ from typing import Any
 
 from shmrl.arena import columns as tails
 from shmrl.arena import files as names
-from shmrl.arena import memory, placement, table
+from shmrl.arena import memory, placement, spill, table
 from shmrl.arena._arena import Block, Core, View
-from shmrl.arena._ctl import Ctl, ctl_nbytes, format_ctl
+from shmrl.arena._ctl import Ctl, ctl_nbytes, format_ctl, spill_dir_of
 from shmrl.arena.files import Files
 from shmrl.arena.placement import Pages
 from shmrl.arena.waiting import Waiting
@@ -42,8 +43,8 @@ _TITLE = b"shmrl:"  # what setproctitle puts before a role's name
 class Arena(Core):
     """A process's attachment to an arena. `with arena:` closes it; a forked child must attach anew."""
 
-    def __init__(self, where: Files, fds: tuple[int, int, int], *, reader: int | None) -> None:
-        """For create() and attach(): owns the descriptors of live, ctl and data from here on."""
+    def __init__(self, where: Files, fds: tuple[int, int, int, int], *, reader: int | None) -> None:
+        """For create() and attach(): owns the descriptors of live, ctl, data and spill directory (-1: none)."""
         self._files, self._data_fd = where, fds[2]
         self._opening = threading.Lock()
         self._in_queue = False  # one of our threads has our place in the queue for space
@@ -73,13 +74,12 @@ class Arena(Core):
         backing: "shm", "memfd", or "file" in the directory `base`. orphan_ttl_s: blocks whose owner died are freed this
         long after it was noticed (None: never). huge_pages: "auto" (where mount or shmem_enabled give them), "always"
         (or ArenaError), "never". numa: "none", "interleave", "bind:<nodes>" (ArenaError where mbind is forbidden).
+        spill_dir: an existing directory for what does not fit, with on_full="spill".
         ArenaFull when mount, memory, a cgroup or an rlimit has less now; ValueError.
         """
         nbytes = -(-parse_bytes(capacity) // PAGE) * PAGE
         if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
             raise ValueError(f"capacity={nbytes} ({PAGE} to 2^47 bytes), max_processes={max_processes} (1 to 256)")
-        if spill_dir is not None:
-            raise ValueError("spill_dir: this version keeps every block in memory")
         for dead in names.listed(base):
             names.remove_if_dead(dead)
         mount = names.new(backing, base).mount
@@ -87,7 +87,7 @@ class Arena(Core):
         pages = Pages.chosen(huge_pages, numa, mount)
         where, live = names.claimed(backing, base)
         ttl_ns = 0 if orphan_ttl_s is None else max(1, int(orphan_ttl_s * 1e9))
-        arena = _made(cls, where, live, nbytes, run_id or where.key[-32:-24], max_processes, ttl_ns, pages)
+        arena = _made(cls, where, live, nbytes, run_id or where.key[-32:-24], max_processes, ttl_ns, pages, spill_dir)
         if preallocate:
             arena._preallocate()
         return arena
@@ -111,7 +111,10 @@ class Arena(Core):
         return self._files.address
 
     def unlink(self) -> None:
-        """Removes the names: nobody can attach any more, the attached go on. Idempotent."""
+        """Removes the names: nobody can attach any more, the attached go on. Idempotent.
+
+        The spill directory goes too: views of spilled blocks stay valid, new ones cannot be had.
+        """
         self._files.unlink()
 
     def close(self) -> None:
@@ -166,9 +169,9 @@ class Arena(Core):
         end = min(first + max(STEP, nbytes + PAGE) // PAGE, head["max_pages"])
         if first == end or not self._allowed((end - first) * PAGE):
             return False
-        errno = self._commit_data(first, end)
-        if errno:
-            log.warning("arena %s stays at %s: %s", self.address, memory.human(first * PAGE), os.strerror(errno))
+        code = self._commit_data(first, end)
+        if code:
+            log.warning("arena %s stays at %s: %s", self.address, memory.human(first * PAGE), os.strerror(code))
             return False
         if head["huge"] and not placement.make_huge(self._data_at()[0] + first * PAGE, (end - first) * PAGE):
             log.info(
@@ -219,6 +222,7 @@ class Arena(Core):
         top = sorted(stats["by"].items(), key=lambda item: -item[1]["bytes"])[:5]
         held = ", ".join(f"{name}: {memory.human(row['bytes'])} in {row['blocks']} blocks" for name, row in top)
         refused = f"; it cannot grow: {self._refused[1]}" if self._refused else ""
+        refused += self._spill_room(stats)
         return ArenaFull(
             f"no room for {memory.human(nbytes)} after {waited_s:.1f} s: {memory.human(stats['used_bytes'])} "
             f"of {memory.human(stats['committed_bytes'])} committed ({memory.human(stats['capacity_bytes'])} capacity) "
@@ -226,8 +230,24 @@ class Arena(Core):
             f"Top holders: {held or 'none'}"
         )
 
-    def _waiting(self, nbytes: int, total: int, block: bool, timeout_s: float | None) -> Waiting:
-        return Waiting(self, nbytes, total, block, timeout_s)
+    def _spill_room(self, stats: dict[str, Any]) -> str:
+        """The other limit, in numbers; "" without a spill directory."""
+        if not (path := self._spill_dir()):
+            return ""
+        spilled = f"{memory.human(stats['spilled_bytes'])} in {stats['spilled']} spilled blocks"
+        try:
+            return f"; the spill directory {memory.mount_of(Path(path))}, {spilled}"
+        except OSError as error:
+            return f"; the spill directory {path} cannot be read ({error.strerror}), {spilled}"
+
+    def _spill_failed(self, nbytes: int, code: int) -> ArenaError:
+        """What a block that could not become a file is refused with."""
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return self._full(nbytes, 0.0)
+        return ArenaError(f"{memory.human(nbytes)} cannot be spilled to {self._spill_dir()}: {os.strerror(code)}")
+
+    def _waiting(self, nbytes: int, total: int, on_full: str, timeout_s: float | None) -> Waiting:
+        return Waiting(self, nbytes, total, on_full, timeout_s)
 
     # ------------------------------------------------------------------------------------------------------- inspection
 
@@ -246,7 +266,7 @@ class Arena(Core):
         used_bytes: what blocks take. capacity_bytes: what they ever can: what is committed and, as far as mount, memory
         and cgroups allowed within the last second, the rest. waiting: 1 if another process waits for space, else 0.
         """
-        used = self._stats(False)["used_bytes"]
+        used = self._header()["used_bytes"]  # the allocator's own count: no walk over a million blocks
         return {"used_bytes": used, "capacity_bytes": self._reachable(), "waiting": int(self._others_wait())}
 
     def _reachable(self) -> int:
@@ -313,19 +333,29 @@ def _require_address_space(where: Files, ctl: int, data: int) -> None:
 
 
 def _made(
-    cls: type[Arena], where: Files, live: int, nbytes: int, run_id: str, max_processes: int, ttl_ns: int, pages: Pages
+    cls: type[Arena],
+    where: Files,
+    live: int,
+    nbytes: int,
+    run_id: str,
+    max_processes: int,
+    ttl_ns: int,
+    pages: Pages,
+    spill_dir: str | None,
 ) -> Arena:
     """Files, header, first commitments; on any failure nothing is left."""
     fds = [live]
     try:
         fds.append(where.create("ctl"))
-        _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns, pages.huge)
+        spilled = None if spill_dir is None else spill.path_of(spill_dir, where.key[-32:])
+        _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns, pages.huge, spilled)
         fds.append(where.create("data"))
         where.size(fds[2], nbytes)
-        arena = cls(where, (fds[0], fds[1], fds[2]), reader=None)
+        fds.append(_spill_made(spilled))
+        arena = cls(where, (fds[0], fds[1], fds[2], fds[3]), reader=None)
     except BaseException:
         where.unlink()
-        for fd in fds if len(fds) < 3 else ():
+        for fd in fds if len(fds) < 4 else ():
             os.close(fd)
         raise
     try:
@@ -339,7 +369,23 @@ def _made(
     return arena
 
 
-def _format(where: Files, ctl: int, nbytes: int, run_id: str, max_processes: int, ttl_ns: int, huge: bool) -> None:
+def _spill_made(path: Path | None) -> int:
+    if path is None:
+        return -1
+    spill.sweep(path.parent)
+    return spill.made(path)
+
+
+def _format(
+    where: Files,
+    ctl: int,
+    nbytes: int,
+    run_id: str,
+    max_processes: int,
+    ttl_ns: int,
+    huge: bool,
+    spilled: Path | None,
+) -> None:
     size, fixed = ctl_nbytes(nbytes)
     where.size(ctl, size)
     os.posix_fallocate(ctl, 0, fixed)
@@ -347,22 +393,23 @@ def _format(where: Files, ctl: int, nbytes: int, run_id: str, max_processes: int
     ident = bytes.fromhex(where.key[-32:])
     step = min(TABLE_STEP, max(1024, nbytes // 4096))
     with mmap.mmap(ctl, mmap.PAGESIZE) as header:
-        format_ctl(header, nbytes, ident, node, boot, max_processes, step, huge, ttl_ns, run_id.encode())
+        directory = b"" if spilled is None else os.fsencode(spilled)
+        format_ctl(header, nbytes, ident, node, boot, max_processes, step, huge, ttl_ns, run_id.encode(), directory)
 
 
 def _first_commitments(arena: Arena, where: Files, nbytes: int) -> int:
     """Commits part of the block table, and of the data as many bytes as it returns."""
-    errno = arena._commit_table(0, arena._header()["table_step"])
+    code = arena._commit_table(0, arena._header()["table_step"])
     first = min(FIRST_STEP, nbytes)
     if where.backing != "memfd":  # ctl and data share the mount: the last bytes may come later or never
         stat = os.statvfs(where.directory)
         first = min(first, stat.f_bavail * stat.f_frsize // PAGE * PAGE - (nbytes // 1024 + PAGE))
-    if not errno and first >= PAGE:
-        errno = arena._commit_data(0, first // PAGE)
-    if errno or first < PAGE:
+    if not code and first >= PAGE:
+        code = arena._commit_data(0, first // PAGE)
+    if code or first < PAGE:
         _require(where.mount, nbytes)
         size = memory.human(max(first, 0))
-        raise ArenaFull(f"the first {size} of an arena in {where.directory} were refused: {os.strerror(errno)}")
+        raise ArenaFull(f"the first {size} of an arena in {where.directory} were refused: {os.strerror(code)}")
     if first < min(FIRST_STEP, nbytes):
         log.warning(
             "arena %s: %s of %s committed, %s has no more",
@@ -385,13 +432,15 @@ def _attached(cls: type[Arena], where: Files, reader: int | None) -> Arena:
         fds.append(where.open("ctl", write=True))
         fds.append(where.open("data", write=False))
         _require_address_space(where, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size)
+        named = spill_dir_of(os.pread(fds[1], 4096, 0))
+        fds.append(spill.opened(Path(named)) if named else -1)
     except BaseException as error:
         for fd in fds:
             os.close(fd)
         if isinstance(error, FileNotFoundError | PermissionError):
             raise ForeignArena(f"{where.address} is not on this host for uid {os.geteuid()}: {error}") from error
         raise
-    arena = cls(where, (fds[0], fds[1], fds[2]), reader=reader)
+    arena = cls(where, (fds[0], fds[1], fds[2], fds[3]), reader=reader)
     gone = where.is_unlinked(fds[0])
     if gone or arena._header()["boot"] != names.node_of(where.directory)[1]:
         arena.close()

@@ -13,10 +13,13 @@ cdef extern from "arena_live.h" nogil:
     enum: SRL_BY_HOLDER
     enum: SRL_BY_SOURCE
     enum: SRL_EVENTS
+    uint64_t SRL_MAGIC
     enum: SRL_DID_FILL
     enum: SRL_NONE
     enum: SRL_ORPHAN
     enum: SRL_PAGE
+    enum: SRL_SPILL_DIR_MAX
+    enum: SRL_SPILLED
     enum: SRL_TAG_MAX
     enum: SRL_UNCHECKED
     enum: SRL_VERSION
@@ -41,6 +44,7 @@ cdef extern from "arena_live.h" nogil:
         uint64_t mark, at_ns, block, detail
 
     ctypedef struct srl_header:
+        uint64_t magic
         uint32_t version, max_processes
         uint8_t id[16]
         uint32_t node, boot
@@ -48,6 +52,7 @@ cdef extern from "arena_live.h" nogil:
         uint32_t max_pages, max_blocks, table_step, huge
         uint64_t pages_off, blocks_off, orphan_ttl_ns, created_ns
         char run_id[64]
+        char spill_dir[512]
         uint64_t events, lock, used_bytes, committed_pages, table_committed, table_used
         uint32_t space_seq
 
@@ -65,12 +70,14 @@ cdef extern from "arena_live.h" nogil:
     ctypedef struct srl_request:
         uint64_t nbytes, room
         const char *tag
-        uint32_t tag_len, slot, generation
+        uint32_t tag_len
+        bint spill  # bool
+        uint32_t slot, generation
         uint64_t nonce, offset
 
     ctypedef struct srl_stats:
         uint64_t blocks, used_bytes, peak_bytes, committed_bytes, capacity_bytes
-        uint64_t created, freed, orphaned, spilled, waits
+        uint64_t created, freed, orphaned, spilled, spilled_bytes, waits
 
     ctypedef struct srl_group:
         uint64_t blocks, bytes
@@ -88,7 +95,7 @@ cdef extern from "arena_live.h" nogil:
         srl_tally tally[5]
 
     ctypedef struct srl_live:
-        int fd, detached
+        int fd, spill, detached
 
     uint64_t srl_ctl_size(uint64_t capacity, uint32_t max_blocks)
     uint64_t srl_ctl_fixed_size(uint32_t max_blocks)
@@ -133,19 +140,21 @@ cdef extern from "arena_live.h" nogil:
     uint32_t srl_fill(void *to, const void *source, uint64_t nbytes, bint hot, bint checksum, uint32_t *crc)
     uint32_t srl_crc32c(uint32_t crc, const void *data, size_t nbytes)
     void srl_crc_blocks(const void *data, size_t nbytes, size_t block, uint32_t *out)
-    void srl_live_init(srl_live *live, int fd)
+    void srl_live_init(srl_live *live, int fd, int spill)
     void srl_live_watch_forks(srl_live *live)
     void srl_live_unwatch(srl_live *live)
     int srl_claim(srl_arena *a, srl_live *live)
     int srl_sweep_dead(srl_arena *a, srl_live *live)
     int srl_others_alive(const srl_arena *a, srl_live *live)
+    int srl_spill_make(int directory, uint32_t slot, uint32_t gen, uint64_t nbytes, uint8_t **at)
+    int srl_spill_map(int directory, uint32_t slot, uint32_t gen, uint64_t nbytes, const uint8_t **at)
 
 
 cdef inline dict counters(srl_stats *s):
     """The pinned keys of stats()."""
     return dict(blocks=s.blocks, used_bytes=s.used_bytes, peak_bytes=s.peak_bytes, committed_bytes=s.committed_bytes,
                 capacity_bytes=s.capacity_bytes, created=s.created, freed=s.freed, orphaned=s.orphaned,
-                spilled=s.spilled, waits=s.waits)
+                spilled=s.spilled, spilled_bytes=s.spilled_bytes, waits=s.waits)
 
 
 cdef inline list fault_lines(bytes text, int found):

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import posix_ipc
 
-from shmrl.arena._ctl import crc32c
+from shmrl.arena import spill
+from shmrl.arena._ctl import crc32c, spill_dir_of
 from shmrl.errors import ForeignArena
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
@@ -89,7 +90,10 @@ class Files:
         return int(segment.fd)
 
     def unlink(self) -> None:
-        """Removes the names that exist; `data` first, so that whoever dies half-way leaves what gc recognises."""
+        """Removes the spill directory and the names that exist; `live` last, so that a gc finds what is half done."""
+        named = Path(self.spill_dir() or "/")
+        if named.name == f"shmrl-{os.geteuid()}-{self.key[-32:]}":
+            spill.remove(named)
         for part in reversed(PARTS):
             try:
                 if self.backing == "shm":
@@ -98,6 +102,17 @@ class Files:
                     os.unlink(self.name(part))
             except (posix_ipc.ExistentialError, FileNotFoundError):
                 continue
+
+    def spill_dir(self) -> str:
+        """This arena's directory of spilled blocks, from its header; "" if there is none to be seen."""
+        try:
+            fd = self.open("ctl", write=False)
+        except (FileNotFoundError, PermissionError, ForeignArena):
+            return ""
+        try:
+            return spill_dir_of(os.pread(fd, 4096, 0))
+        finally:
+            os.close(fd)
 
     def is_unlinked(self, live_fd: int) -> bool:
         """Whether somebody removed `live` between our open and our lock (a memfd has no name to lose)."""

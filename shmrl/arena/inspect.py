@@ -23,7 +23,10 @@ from shmrl.types import Handle
 LOOKS = 3  # a fault of a live arena is one that as many looks in a row see
 TRIES = 10  # looks at a live arena until nobody had the allocator's lock meanwhile
 OLD_STEPS = 3  # a block that was shipped more steps ago than this should have been freed
-EVENTS = ("", "reserve", "seal", "adopt", "ship", "done", "retire", "free", "orphan", "sweep", "take over", "full")
+EVENTS = (
+    *("", "reserve", "seal", "adopt", "ship", "done", "retire"),
+    *("free", "orphan", "sweep", "take over", "full", "spill"),
+)
 ORDERS = ("size", "age", "tag")
 
 

@@ -1,4 +1,4 @@
-"""A reserve that found no room: grow, recover, queue, wait, or say why not. One `Waiting` per such call.
+"""A reserve that found no room: grow, recover, queue, wait, spill, or say why not. One `Waiting` per such call.
 
 The queue is first come first served across processes, with one place per process: threads share theirs.
 """
@@ -41,45 +41,55 @@ def giving_up(wanted: threading.Event) -> Iterator[None]:
 class Waiting:
     """`next(code)` after each attempt that failed returns when the next one is due, or raises; then `leave()`.
 
-    seen: the arena's space counter as read before the attempt.
+    seen: the arena's space counter as read before the attempt. A block larger than the arena is not waited for.
     """
 
-    def __init__(self, arena: Arena, nbytes: int, total: int, block: bool, timeout_s: float | None) -> None:
+    def __init__(self, arena: Arena, nbytes: int, total: int, on_full: str, timeout_s: float | None) -> None:
         self.seen = 0
-        self._arena, self._nbytes, self._total, self._block = arena, nbytes, total, block
+        self._arena, self._nbytes, self._total = arena, nbytes, total
+        self._may_spill, self._spilling = on_full == "spill", False
         self._began = time.monotonic()
         self._deadline = float("inf") if timeout_s is None else self._began + timeout_s
+        if on_full == "raise" or total > arena._header()["capacity"]:
+            self._deadline = self._began
         self._queued = self._said = False
         self._wanted: threading.Event | None = getattr(_thread, "wanted", None)
         self._asked = 0.0
         self._told_at = PATIENCE_S
 
-    def next(self, code: int) -> None:
-        """code: EXFULL wants descriptors, EMLINK pages, ENOSPC neither would help. ArenaFull, PeerDied."""
+    def next(self, code: int) -> bool:
+        """code: EXFULL wants descriptors, EMLINK pages, ENOSPC neither would help -> whether it is time to spill.
+
+        Errors: ArenaFull, PeerDied.
+        """
         arena = self._arena
         if (code == errno.EXFULL and arena._grow_table()) or (code == errno.EMLINK and arena._grow_data(self._total)):
-            return
+            return self._spilling
         if arena.sweep():
-            return
+            return self._spilling
         if not self._said:
             self._said = True
             arena._note_full(self._nbytes)
         now = time.monotonic()
         if self._wanted is not None and not self._wanted.is_set():
             raise arena._full(self._nbytes, now - self._began)
-        if not self._block or now >= self._deadline:
-            raise arena._full(self._nbytes, now - self._began)
+        if now >= self._deadline:
+            return self._spill(now)
         if now - self._began >= self._told_at:
             self._told_at *= 2
             log.warning("still waiting: %s", arena._full(self._nbytes, now - self._began))
         if not self._queued and not arena._in_queue:
             self._queued = arena._in_queue = True
             arena._queue(True)
-            return
+            return False
         if now - self._asked > HOPE_S:
             self._asked = now
-            self._raise_if_hopeless()
+            if hopeless := self._hopeless():
+                if not self._may_spill:
+                    raise PeerDied(hopeless)
+                return self._spill(now)
         arena._space_wait(self.seen, int(min(TICK_S, self._deadline - now) * 1e9))
+        return False
 
     def leave(self) -> None:
         """Gives up the place in the queue; the next in line looks at once."""
@@ -87,11 +97,18 @@ class Waiting:
             self._queued = self._arena._in_queue = False
             self._arena._queue(False)
 
-    def _raise_if_hopeless(self) -> None:
-        """PeerDied when every block is an orphan and nobody else is attached: no one is left who could free one."""
+    def _spill(self, now: float) -> bool:
+        if not self._may_spill or self._spilling:  # already: then not even a descriptor is left
+            raise self._arena._full(self._nbytes, now - self._began)
+        self._spilling = True
+        return True
+
+    def _hopeless(self) -> str:
+        """Why no wait can help: every block is an orphan, and nobody else is attached who could free one; or ""."""
         stats = self._arena._stats(False)
         if stats["blocks"] == stats["orphaned"] > 0 and not self._arena._others_alive():
-            raise PeerDied(
+            return (
                 f"no room for {human(self._nbytes)}: all {stats['blocks']} blocks ({human(stats['used_bytes'])}) "
                 "belong to the dead and nobody else is attached; adopt and free them, or discard their run"
             )
+        return ""

@@ -104,7 +104,8 @@ class ArenaConfig(Table):
 
     backing: "shm" (/dev/shm), "memfd" (no mount, gone with the last process), "file" in the directory `base`, for
     example of a tmpfs mounted with huge=. huge_pages: "auto" takes what mount or shmem_enabled give, "always" asks the
-    kernel for each step and refuses to start without. numa: "interleave" over the nodes, or "bind:0-1,3".
+    kernel for each step and refuses to start without. numa: "interleave" over the nodes, or "bind:0-1,3". on_full:
+    "spill" puts what finds no room within timeout_s into files under spill_dir, a directory of a local disk.
     """
 
     address: str | None = None
@@ -114,7 +115,8 @@ class ArenaConfig(Table):
     base: Path | None = None
     huge_pages: Literal["auto", "always", "never"] = "auto"
     numa: Annotated[str, Field(pattern=r"^(none|interleave|bind:\d+(-\d+)?(,\d+(-\d+)?)*)$")] = "none"
-    on_full: Literal["block", "raise"] = "block"
+    on_full: Literal["block", "raise", "spill"] = "block"
+    spill_dir: Path | None = None
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     verify: bool = False
     preallocate: bool = False
@@ -124,6 +126,12 @@ class ArenaConfig(Table):
     def _capacity(self) -> ArenaConfig:
         if self.capacity is not None and parse_bytes(self.capacity) < 1 << 20:
             raise ValueError(f"capacity = {self.capacity!r} is below 1MiB")
+        return self
+
+    @model_validator(mode="after")
+    def _spill(self) -> ArenaConfig:
+        if (self.on_full == "spill") != (self.spill_dir is not None):
+            raise ValueError("spill_dir (an existing directory) belongs to on_full = 'spill', and only there")
         return self
 
     @model_validator(mode="after")

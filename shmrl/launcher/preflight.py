@@ -6,16 +6,19 @@ and takes well under two seconds. All faults are reported at once.
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from shmrl.config import RunTree
+from shmrl.config.budget import bytes_per_token, longest_episode
 from shmrl.config.shape import EXPERT_KEYS, ModelShape, model_shape
 from shmrl.errors import ConfigError, PortInUse
 from shmrl.node.host import arena_mount, available_memory, capacity_bytes, require_torch
 from shmrl.node.ports import require_free
-from shmrl.payload.budget import bytes_per_token, longest_episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,8 @@ def _memory(tree: RunTree, budget: Budget) -> list[str]:
         Pages.chosen(config.huge_pages, config.numa, mount)
     except ValueError as error:
         problems.append(f"arena.{error}")
+    if config.spill_dir is not None and not os.access(config.spill_dir, os.W_OK | os.X_OK):
+        problems.append(f"arena.spill_dir = {str(config.spill_dir)!r} is missing or cannot be written to")
     if budget.needed > budget.capacity:
         episodes, tokens = budget.in_flight
         problems.append(
@@ -132,7 +137,25 @@ def _memory(tree: RunTree, budget: Budget) -> list[str]:
             f"= {size(budget.needed)}, arena.capacity is {size(budget.capacity)} ({_default(tree)}): raise it, or "
             "lower orchestrator.max_inflight, orchestrator.seq_len or trainer.head"
         )
-    return problems
+    return problems + _weights(tree, budget)
+
+
+def _weights(tree: RunTree, budget: Budget) -> list[str]:
+    """Two versions of the weights, which the ranks write in float32, fit in shared memory beside the arena."""
+    path, shared = tree.model.path, tree.shared_weights
+    if path is None or shared is None or not (path / "config.json").exists():
+        return []
+    config = json.loads((path / "config.json").read_text())
+    widened = 2 if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16") else 1
+    needed = 2 * widened * sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    taken = budget.capacity if arena_mount(tree.arena) == shared.parent else 0
+    free = shutil.disk_usage(shared.parent).free - taken
+    if needed <= free:
+        return []
+    return [
+        f"two versions of the weights in {path} take {size(needed)} of {shared.parent} while one replaces the other, "
+        f"which has {size(max(free, 0))} free beside the arena: enlarge it, or lower arena.capacity"
+    ]
 
 
 def _default(tree: RunTree) -> str:

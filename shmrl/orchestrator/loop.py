@@ -25,6 +25,7 @@ from typing import Any
 
 from shmrl.arena import Arena
 from shmrl.config import RunTree
+from shmrl.config.budget import bytes_per_token, longest_episode
 from shmrl.config.shape import model_shape
 from shmrl.env.client import EnvClient
 from shmrl.errors import RunError
@@ -42,7 +43,6 @@ from shmrl.orchestrator.sinks import Batch, EvalSink, TrainSink
 from shmrl.orchestrator.sources import Source
 from shmrl.orchestrator.warmup import WarmUp
 from shmrl.payload import micro_batches_to_wire, pack
-from shmrl.payload.budget import bytes_per_token, longest_episode
 from shmrl.types import MicroBatch, Sample
 
 log = logging.getLogger(__name__)

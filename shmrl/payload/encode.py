@@ -43,7 +43,7 @@ def encode(
     prefix: tuple[Sample, int] | None = None,
     *,
     timeout_s: float = 30.0,
-    on_full: Literal["block", "raise"] = "block",
+    on_full: Literal["block", "raise", "spill"] = "block",
 ) -> Sample:
     """Stores a branch in one block and returns its reference, which is O(1) in its size. The caller owns the block.
 

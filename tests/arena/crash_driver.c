@@ -2,7 +2,8 @@
  *
  * Built with -DSRL_CRASH_POINTS and run by test_crashes.py. One trial: the arena is put back to its first state,
  * children claim slots of their own over real byte locks, one of them is killed by SIGKILL at a point, the
- * survivor (this process) recovers, runs fsck, compares every payload byte, and takes the whole arena in one piece.
+ * survivor (this process) recovers, runs fsck, compares every payload byte, looks for files without a block, and takes
+ * the whole arena in one piece.
  *
  *   owner    dies inside its operation          waiter   dies while it takes over a dead process's lock
  *   sweeper  dies while it recovers a dead one  claimer  dies while it claims the slot of a dead one
@@ -12,6 +13,7 @@
  *   crash_driver recover           the points of a takeover, a sweep and a claim alone
  *   crash_driver points            every point: number file:line function side
  *   crash_driver fork              a grandchild must not keep a dead process alive
+ *   crash_driver undo              an acquire that comes too late must finish what its bit held up
  */
 #include "crash_scene.h"
 
@@ -118,9 +120,13 @@ static void check_block(uint32_t i) {
 
 /* Nobody but a discard may have touched these. */
 static void check_bystanders(const operation *o) {
-    for (int i = 0; i < 2 && o->run != do_discard && o->before != discarded; i++) {
-        uint64_t w = srl_load_sc(&srl_at(&me, scene[i].slot)->word);
-        if (w != SRL_WORD(scene[i].gen, SRL_READY, 0, me.self))
+    static const int bystanders[] = {0, 1, SPILLED};
+    if (o->run == do_discard || o->before == discarded || o->before == discarded_file)
+        return;
+    for (int i = 0; i < 3; i++) {
+        const block *b = scene + bystanders[i];
+        unsigned flags = bystanders[i] == SPILLED ? SRL_SPILLED : 0;
+        if (srl_load_sc(&srl_at(&me, b->slot)->word) != SRL_WORD(b->gen, SRL_READY, flags, me.self))
             wrong("somebody else's block was changed");
     }
 }
@@ -149,7 +155,9 @@ static void recover_and_check(const operation *o) {
     for (uint32_t i = 0; i < me.h->table_used; i++)
         check_block(i);
     check_bystanders(o);
+    check_files(false);
     check_empty();
+    check_files(true);
     check_fsck();
 }
 
@@ -285,6 +293,27 @@ static void fork_detaches(void) {
     kill(grandchild, SIGKILL);
 }
 
+/* -------------------------------------------------------------------------------------------------- interleaved */
+
+static void free_scene_2(void) {
+    srl_free(&me, ON(scene[2]));
+}
+
+/* The owner frees between a reader's bit and its second look at the word: it saw the bit and left the block to the
+ * reader, who has to free it with the bit. One thread is both, so every run is this interleaving. */
+static void undo_finishes(void) {
+    srl_arena reader;
+    srl_live live;
+    claim(&reader, &live);
+    between = free_scene_2;
+    int rc = srl_acquire(&reader, ON(scene[2]));
+    uint64_t w = srl_load_sc(&srl_at(&me, scene[2].slot)->word);
+    if (between || rc != -ESTALE)
+        printf("FAULT the acquire of a block freed meanwhile says %d\n", rc), faults++;
+    if (SRL_STATE(w) != SRL_FREE || SRL_GEN(w) != scene[2].gen + 1)
+        printf("FAULT an acquire that came too late left the block in state %u\n", (unsigned)SRL_STATE(w)), faults++;
+}
+
 int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "points"))
         return list_points(), 0;
@@ -298,5 +327,9 @@ int main(int argc, char **argv) {
         kill_recovery(&(uint64_t){1}), summary();
     else if (argc == 2 && !strcmp(argv[1], "fork"))
         fork_detaches();
+    else if (argc == 2 && !strcmp(argv[1], "undo"))
+        undo_finishes();
+    remove_files();
+    rmdir(spill_path);
     return faults != 0;
 }

@@ -6,6 +6,7 @@
 
 #include "arena_live.h"
 #include "arena_atomics.h"
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <semaphore.h>
@@ -21,7 +22,8 @@
 #define PAGES     32u
 #define COMMITTED 24u
 #define SLOTS     64u
-#define SCENE     8u /* blocks of the survivor: 0, 1 nobody touches, 2-7 the operations do */
+#define SCENE     10u /* blocks of the survivor: 0, 1, 8 nobody touches, 2-7, 9 the operations do */
+#define SPILLED   8u  /* from here on they are in files */
 #define SECOND    1000000000u
 #define MAX_POINT 2048
 
@@ -45,6 +47,7 @@ static char *ctl, *first_state;
 static uint8_t *data;
 static uint64_t ctl_size, kills, rounds;
 static int live_fd, faults;
+static char spill_path[] = "/tmp/shmrl-crash-XXXXXX";
 static bool lock_was_dead; /* in the last trial the victim died with the lock */
 static srl_arena me;
 static srl_live my_live;
@@ -54,8 +57,14 @@ static const char *trial = "";
 /* of this process */
 static bool armed;
 static uint64_t kill_at;
+static void (*between)(void); /* what another process does after the next store of srl_acquire */
 
 void srl_at_point(const srl_point *here) {
+    if (between && here->after && !strcmp(here->function, "srl_acquire")) {
+        void (*step)(void) = between;
+        between = NULL;
+        step();
+    }
     if (!armed)
         return;
     size_t number = (size_t)(here - __start_srl_points);
@@ -96,34 +105,81 @@ static void claim(srl_arena *a, srl_live *live) {
     char path[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d", live_fd);
     memset(live, 0, sizeof *live);
-    srl_live_init(live, open(path, O_RDWR | O_CLOEXEC));
+    srl_live_init(live, open(path, O_RDWR | O_CLOEXEC), open(spill_path, O_DIRECTORY | O_CLOEXEC));
     if (srl_claim(a, live) < 0)
         abort();
+}
+
+static bool is_spilled(const srl_block *b) {
+    return SRL_FLAGS(srl_load_sc(&b->word)) & SRL_SPILLED;
 }
 
 /* A payload is its own proof: the lowest byte of its nonce, everywhere. */
 static bool intact(const srl_block *b) {
     const uint8_t *p = data + b->offset;
-    return b->nbytes == 0 || (*p == (b->nonce & 255) && !memcmp(p, p + 1, b->nbytes - 1));
+    uint32_t slot = (uint32_t)(b - me.blocks);
+    if (b->nbytes == 0)
+        return true;
+    if (is_spilled(b) && srl_spill_map(my_live.spill, slot, SRL_GEN(b->word), b->nbytes, &p))
+        return false;
+    bool same = *p == (b->nonce & 255) && !memcmp(p, p + 1, b->nbytes - 1);
+    if (is_spilled(b))
+        munmap((void *)p, b->nbytes);
+    return same;
+}
+
+static int reserve_in(srl_arena *a, uint64_t nbytes, bool spill, block *out) {
+    srl_request r = {.nbytes = nbytes, .tag = "run/x", .tag_len = 5, .spill = spill};
+    int rc = srl_reserve(a, &r, soon());
+    if (rc)
+        return rc;
+    uint8_t *at = data + r.offset;
+    *out = (block){r.slot, r.generation, r.nonce};
+    if (spill && srl_spill_make(((srl_live *)a->ctx)->spill, r.slot, r.generation, nbytes, &at))
+        abort();
+    memset(at, (int)(r.nonce & 255), nbytes);
+    if (spill)
+        munmap(at, nbytes);
+    return 0;
 }
 
 static int reserve(srl_arena *a, uint64_t nbytes, block *out) {
-    srl_request r = {.nbytes = nbytes, .tag = "run/x", .tag_len = 5};
-    int rc = srl_reserve(a, &r, soon());
-    if (rc == 0) {
-        memset(data + r.offset, (int)(r.nonce & 255), nbytes);
-        *out = (block){r.slot, r.generation, r.nonce};
-    }
-    return rc;
+    return reserve_in(a, nbytes, false, out);
 }
 
-static void put(srl_arena *a, uint64_t nbytes, block *out) {
-    if (reserve(a, nbytes, out) == 0)
+static void put_in(srl_arena *a, uint64_t nbytes, bool spill, block *out) {
+    if (reserve_in(a, nbytes, spill, out) == 0)
         srl_seal(a, out->slot, out->gen, 0, 0, true);
 }
 
+static void put(srl_arena *a, uint64_t nbytes, block *out) {
+    put_in(a, nbytes, false, out);
+}
+
+/* Every file belongs to a spilled block that is not free; with `none`, there is no file. */
+static void check_files(bool none) {
+    DIR *directory = opendir(spill_path);
+    for (struct dirent *e; (e = readdir(directory));) {
+        unsigned slot, gen;
+        if (sscanf(e->d_name, "%u-%u", &slot, &gen) != 2)
+            continue;
+        uint64_t w = srl_load_sc(&srl_at(&me, slot)->word);
+        if (none || SRL_GEN(w) != gen || SRL_STATE(w) == SRL_FREE || !(SRL_FLAGS(w) & SRL_SPILLED))
+            wrong("a file without its block");
+    }
+    closedir(directory);
+}
+
+static void remove_files(void) {
+    DIR *directory = opendir(spill_path);
+    for (struct dirent *e; (e = readdir(directory));)
+        if (*e->d_name != '.')
+            unlinkat(dirfd(directory), e->d_name, 0);
+    closedir(directory);
+}
+
 static void make(void) {
-    static const uint32_t sizes[SCENE] = {1000, 70000, 1000, 140000, 200, 70000, 140000, 0};
+    static const uint32_t sizes[SCENE] = {1000, 70000, 1000, 140000, 200, 70000, 140000, 0, 5000, 5000};
     uint64_t capacity = PAGES * SRL_PAGE;
     ctl_size = srl_ctl_size(capacity, srl_max_blocks(capacity));
     ctl = shared(ctl_size);
@@ -133,13 +189,15 @@ static void make(void) {
     sem_init(&board->ready, 1, 0);
     sem_init(&board->go, 1, 0);
     live_fd = memfd_create("live", MFD_CLOEXEC);
+    if (!mkdtemp(spill_path))
+        abort();
     srl_header given = {.max_processes = 8, .table_step = SLOTS};
     srl_format(ctl, capacity, &given);
     claim(&me, &my_live);
     srl_commit_table(&me, 0, SLOTS, soon());
     srl_commit_pages(&me, 0, COMMITTED, soon());
     for (unsigned i = 0; i < SCENE; i++)
-        put(&me, sizes[i], scene + i);
+        put_in(&me, sizes[i], i >= SPILLED, scene + i);
 }
 
 /* What a trial may change of ctl, but for the ring. */
@@ -154,15 +212,21 @@ static void copy_state(char *to, const char *from) {
 
 static void reset(void) {
     copy_state(ctl, first_state);
+    remove_files();
     for (unsigned i = 0; i < SCENE; i++) {
         const srl_block *b = srl_at(&me, scene[i].slot);
-        memset(data + b->offset, (int)(b->nonce & 255), b->nbytes);
+        uint8_t *at = data + b->offset;
+        if (i >= SPILLED && srl_spill_make(my_live.spill, scene[i].slot, scene[i].gen, b->nbytes, &at))
+            abort();
+        memset(at, (int)(b->nonce & 255), b->nbytes);
+        if (i >= SPILLED)
+            munmap(at, b->nbytes);
     }
 }
 
 /* ------------------------------------------------------------------------------------------------- operations */
 
-static block mine; /* of the child: what its operation is about */
+static block mine, mine_too; /* of the child: what its operation is about */
 
 #define ON(b) (b).slot, (b).gen, (b).nonce
 
@@ -201,15 +265,29 @@ static void orphaned(srl_arena *a) {
     srl_adopt(&gone, ON(scene[2]));
     srl_sweep(&me, 7);
 }
+static void reserved_file(srl_arena *a) {
+    reserve_in(a, 5000, true, &mine);
+}
+static void discarded_file(srl_arena *a) {
+    reserved_file(a), srl_discard(&me, "run", 3);
+}
+static void adopted_file(srl_arena *a) {
+    srl_adopt(a, ON(scene[9]));
+}
+static void last_holder_of_file(srl_arena *a) {
+    srl_acquire(a, ON(scene[9])), srl_free(&me, ON(scene[9]));
+}
 static void everything(srl_arena *a) {
-    adopt_2(a), adopted_and_held(a), reserved(a), shipped_to_2(a), last_holder(a), srl_queue_enter(a);
+    reserve_in(a, 3000, true, &mine_too), adopted_file(a), adopt_2(a), adopted_and_held(a), reserved(a), shipped_to_2(a), last_holder(a), srl_queue_enter(a);
 }
 static void freeing(srl_arena *a) { /* as a release leaves it that died before it said so */
-    srl_block *b = srl_at(a, scene[6].slot);
-    b->word = SRL_WITH_STATE(b->word, SRL_FREEING);
+    for (int i = 6; i < 10; i += 3) {
+        srl_block *b = srl_at(a, scene[i].slot);
+        b->word = SRL_WITH_STATE(b->word, SRL_FREEING);
+    }
 }
 static void pending(srl_arena *a) {
-    freeing(a), srl_pend(a, scene[6].slot);
+    freeing(a), srl_pend(a, scene[6].slot), srl_pend(a, scene[9].slot);
 } /* one that met a busy lock */
 static void adopted_and_queued(srl_arena *a) {
     adopt_2(a), srl_queue_enter(a);
@@ -303,6 +381,15 @@ static void do_queue(srl_arena *a) {
     srl_space_wait(a, srl_load32_sc(&a->h->space_seq), 1000);
     srl_queue_leave(a);
 }
+static void do_put_file(srl_arena *a) {
+    put_in(a, 5000, true, &mine);
+}
+static void do_free_file(srl_arena *a) {
+    srl_free(a, ON(scene[9]));
+}
+static void do_release_file(srl_arena *a) {
+    srl_release(a, scene[9].slot);
+}
 static void do_pick_up(srl_arena *a) {
     put(a, 140000, &mine), srl_free(a, ON(mine)), srl_adopt(a, ON(scene[4])), srl_free(a, ON(scene[4]));
 }
@@ -343,6 +430,13 @@ static const operation operations[] = {
     {"expire", orphaned, do_expire, false},
     {"drain", pending, do_drain, false},
     {"queue", nothing, do_queue, false},
+    {"put-file", nothing, do_put_file, false},
+    {"seal-file", reserved_file, do_seal, false},
+    {"seal-discarded-file", discarded_file, do_seal, false},
+    {"abort-file", reserved_file, do_abort, false},
+    {"free-file", adopted_file, do_free_file, false},
+    {"free-file-busy", adopted_file, do_free_file, true},
+    {"release-last-file", last_holder_of_file, do_release_file, false},
     {"commit-pages", nothing, do_commit_pages, false},
     {"commit-table", nothing, do_commit_table, false},
     {"close", everything, do_close, false},

@@ -1,9 +1,10 @@
 """Lists every store, CAS and fetch-op on shared memory in csrc/arena_*, and the crash points around them.
 
-`python -m tests.arena.stores` prints the list. A store is a call of a helper of arena_atomics.h, SRL_SET or SRL_ZERO;
-these have a point on either side when the crash driver is built, which `missing()` compares with the points that the
-driver really has. Anything else that writes through a pointer must be memory of the process itself (PRIVATE), or
-`stray()` names it. copy.c, crc32c.c and payload_*.c write nothing but the payload of a block that is being written.
+`python -m tests.arena.stores` prints the list. A store is a call of a helper of arena_atomics.h, SRL_SET or
+SRL_ZERO, or SRL_OUTSIDE where a file changes; these have a point on either side when the crash driver is built, which
+`missing()` compares with the points that the driver really has. Anything else that writes through a pointer must be
+memory of the process itself (PRIVATE), or `stray()` names it. copy.c, crc32c.c and payload_*.c write nothing but the
+payload of a block that is being written.
 """
 
 import re
@@ -11,13 +12,13 @@ from collections import Counter
 from pathlib import Path
 
 CSRC = Path(__file__).parents[2] / "csrc"
-STORE = re.compile(r"\b(srl_store(?:32)?_\w+|srl_(?:or|and|add|add32|swap|cas)_sc|SRL_SET|SRL_ZERO)\(")
+STORE = re.compile(r"\b(srl_store(?:32)?_\w+|srl_(?:or|and|add|add32|swap|cas)_sc|SRL_SET|SRL_ZERO|SRL_OUTSIDE)\(")
 ATOMIC = re.compile(r"__atomic_(?!load)\w+|__sync_\w+")
 COPY = re.compile(r"\b(memcpy|memset|memmove|strcpy)\(([^,]+),")
 ASSIGN = re.compile(r"([^=]*?)\s*(?:[-+|&^*/]|<<|>>)?(?<![=!<>])=(?!=)")
 STEP = re.compile(r"(?:\+\+|--)([\w>.\[\]-]+)|([\w>.()\[\]-]*[\w\]])(?:\+\+|--)")
 PRIVATE = re.compile(
-    r"a->(freed|corrupt|nonces|nonces_left\]?|self|is_dead|ctx)"  # of srl_arena itself
+    r"a->(freed|corrupt|nonces|nonces_left\]?|self|is_dead|drop_file|ctx)"  # of srl_arena itself
     r"|a->(h|processes|events|pending|pages|blocks|max_\w+)"
     r"|hold->\w+|a->holds\[slot\]\.count"  # private counts
     r"|r->(slot|generation|nonce|offset)|\*?out(->\w+)?|\*(offset|nonce|slot|w|pages|free_cells|at)"  # out parameters

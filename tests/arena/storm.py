@@ -128,7 +128,7 @@ def settled(arena):
     """After a storm, seen by who is attached: recovers, checks, discards everything, checks -> blocks ever made."""
     arena.sweep()
     assert arena.fsck() == []
-    assert all(row["held_by"] == [] for row in arena.ls())
+    assert all(row["held_by"] == () for row in arena.ls())
     stats = arena.stats(by="source", exact=True)
     assert stats["blocks"] == stats["orphaned"]
     assert sum(row["bytes"] for row in stats["by"].values()) == stats["used_bytes"]

@@ -17,7 +17,8 @@ def test_it_loads(name):
 
 
 def test_the_configs_that_scripts_call_by_name_are_there():
-    assert {"configs/reverse-text.toml", "configs/debug/multi-env/rl.toml"} <= set(FILES)
+    named = {"configs/reverse-text.toml", "configs/vllm-tiny.toml", "configs/debug/multi-env/rl.toml"}
+    assert named <= set(FILES)
     tree = load_run([ROOT / "configs/reverse-text.toml"])
     assert set(tree.captured) == {"routing", "head", "mask"}
     assert (tree.trainer.ranks, tree.sources[0][1].serve.pool.workers) == (2, 2)

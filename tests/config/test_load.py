@@ -160,3 +160,11 @@ def test_unreadable_and_broken_files_are_named(tmp_path):
         load_run([tmp_path / "nowhere.toml"])
     with pytest.raises(ConfigError, match=r"run\.toml"):
         load_run([write(tmp_path, "[run\n")])
+
+
+def test_spilling_needs_its_directory_and_nothing_else_does(tmp_path):
+    rule = "spill_dir (an existing directory) belongs to on_full = 'spill', and only there"
+    for table in ("on_full = 'spill'", "spill_dir = '/tmp'"):
+        assert any(rule in problem for problem in problems(tmp_path, GOOD + f"[arena]\n{table}\n"))
+    tree = load_run([write(tmp_path, GOOD + "[arena]\non_full = 'spill'\nspill_dir = '/tmp'\n")])
+    assert (tree.arena.on_full, str(tree.arena.spill_dir)) == ("spill", "/tmp")

@@ -12,6 +12,7 @@ from shmrl.arena import memory
 from shmrl.config import load_run
 from shmrl.config.shape import ModelShape
 from shmrl.errors import ConfigError, PortInUse
+from shmrl.launcher import preflight
 from shmrl.launcher.preflight import arena_budget, check, size
 from shmrl.node import host
 from shmrl.node.host import available_memory
@@ -152,3 +153,17 @@ def test_two_roles_on_one_port_are_refused(load):
 @pytest.mark.parametrize(("nbytes", "text"), [(17, "17 B"), (1536, "1.5 KiB"), (3 << 29, "1.5 GiB")])
 def test_sizes_as_people_read_them(nbytes, text):
     assert size(nbytes) == text
+
+
+def test_two_versions_of_the_weights_fit_in_shared_memory_beside_the_arena(load, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**DENSE, "dtype": "bfloat16"}))
+    with (tmp_path / "model" / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 30)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 << 30))
+    monkeypatch.setattr(host, "available_memory", lambda arena: 8 << 30)
+    text = RUN.replace("[model.tiny]", f'[model]\npath = "{tmp_path}/model"\n[inference]\nbackend = "vllm"')
+    flags = {"trainer__router_replay": "false", "inference__urls": '["http://127.0.0.1:1"]'}
+    check(load(text, **flags, arena__capacity="1GiB"))
+    (line,) = problems(load(text, **flags, arena__capacity="1025MiB"))
+    assert "take 4.0 GiB of /dev/shm while one replaces the other, which has 4.0 GiB free beside the arena" in line

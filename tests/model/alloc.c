@@ -1,17 +1,20 @@
 /* The allocator's lock, its takeover and rebuild, and how a block's page comes back: every interleaving.
  *
  * Two pages, two descriptors, up to four processes. The operations have the names of csrc/arena_*.c and one step per
- * access there; who holds a block is word.c's matter. `map` stands for bins, cells and page records: a cache.
+ * access there; who holds a block is word.c's matter. `map` stands for bins, cells and page records: a cache. SPILL reserves
+ * a block that has a file instead of a page.
  * Prints a line per protocol and scenario: "<protocol> | <scenario>: <states> states, <fault or ok>".
  */
 #include "explore.h"
 
 enum { FREE, WRITING, FREEING };
-enum op { END, RESERVE, FREE_IT, SWEEP, CLAIM };
+enum op { END, RESERVE, FREE_IT, SWEEP, CLAIM, SPILL };
 enum {
     PAGES = 2,
     BLOCKS = 2,
     ALL_PAGES = 3,
+    NO_FILE = 99,
+    A_FILE = 8,
     A_LINK = 9
 }; /* A_LINK: the offset field links free descriptors */
 #define NOBODY (-1)
@@ -27,22 +30,26 @@ enum {
     HINT,
     DRAIN = 30,
     MAP,
+    DROP,
     WORD,
     LINK,
     UNLOCK = 40,
     AGAIN,
-    OVER
+    OVER,
+    MAKE_FILE
 };
 
 static struct {
     bool
         freeing_first; /* FREEING is won outside the lock, FREE comes under it; else FREE at once, the page later */
-    bool counts_seq;  /* the takeover CAS compares the lock's sequence number too */
-    bool needs_death; /* only a lock whose owner's byte is free is taken over */
-    bool link_last;   /* the word says FREE before the offset becomes a link */
-    bool looks_again; /* after pending, and after letting go, the pending blocks are looked for once more */
+    bool counts_seq;    /* the takeover CAS compares the lock's sequence number too */
+    bool needs_death;   /* only a lock whose owner's byte is free is taken over */
+    bool file_first;    /* a spilled block's file goes before the word says FREE */
+    bool rebuild_drops; /* and when a rebuild says so */
+    bool link_last;     /* the word says FREE before the offset becomes a link */
+    bool looks_again;   /* after pending, and after letting go, the pending blocks are looked for once more */
     bool sweep_has_lock; /* a sweep takes over the lock of its dead process before the slot can be claimed */
-} rule, rule_of_core = {true, true, true, true, true, true};
+} rule, rule_of_core = {true, true, true, true, true, true, true, true};
 
 typedef struct {
     uint8_t op, slot;
@@ -63,6 +70,7 @@ typedef struct {
 struct state {
     block b[BLOCKS];
     uint8_t map, pending, hint, seq;
+    uint8_t file[BLOCKS]; /* generation + 1 of the block's file, 0 = none */
     int8_t owner, live[4], sweeping[4];
     uint8_t used[4], dead, kills;
     process p[4];
@@ -117,6 +125,12 @@ static void take_over(state *s, process *p) {
     enter(s, p), p->i = 0, p->map = ALL_PAGES, p->step = REBUILD;
 }
 
+/* By name, so of this generation alone; twice does no harm. */
+static void drop_file(state *s, int i, uint8_t generation) {
+    if (s->file[i] == generation + 1)
+        s->file[i] = 0;
+}
+
 static void rebuild(state *s, process *p) {
     if (p->i == BLOCKS) {
         s->map = p->map, p->step = p->then;
@@ -125,11 +139,14 @@ static void rebuild(state *s, process *p) {
     block *b = s->b + p->i++;
     if (b->word != FREE && b->offset == A_LINK)
         fault = "the rebuild finds a block without a page";
-    if (b->word == FREEING)
+    if (b->word == FREEING) {
+        if (rule.rebuild_drops)
+            drop_file(s, p->i - 1, b->generation);
         b->word = FREE, b->generation++;
+    }
     if (b->word == FREE)
         b->offset = A_LINK;
-    else
+    else if (b->offset != A_FILE)
         p->map &= (uint8_t)~(1 << b->offset);
 }
 
@@ -145,7 +162,7 @@ static void unlock(state *s, process *p) {
         p->step = OVER;
 }
 
-/* srl_drain: the hint, the bits, then free_locked() of each block: map, word, link. */
+/* srl_drain: the hint, the bits, then free_locked() of each block: file, map, word, link. */
 static void drain(state *s, process *p) {
     block *b = s->b + p->i;
     switch (p->step) {
@@ -156,10 +173,16 @@ static void drain(state *s, process *p) {
     case MAP:
         if (p->i == BLOCKS)
             p->step = p->last;
+        else if (p->todo >> p->i & 1 && b->word == FREEING && b->offset == A_FILE)
+            p->page = b->generation, p->step = rule.file_first ? DROP : WORD;
         else if (p->todo >> p->i & 1 && b->word == FREEING)
-            s->map |= (uint8_t)(1 << b->offset), p->step = WORD;
+            s->map |= (uint8_t)(1 << b->offset), p->page = NO_FILE, p->step = WORD;
         else
             p->i++;
+        break;
+    case DROP:
+        drop_file(s, p->i, p->page), p->step = rule.file_first ? WORD : MAP;
+        p->i += !rule.file_first;
         break;
     case WORD:
         rule.link_last ? (void)(b->word = FREE, b->generation++) : (void)(b->offset = A_LINK);
@@ -167,7 +190,10 @@ static void drain(state *s, process *p) {
         break;
     default:
         rule.link_last ? (void)(b->offset = A_LINK) : (void)(b->word = FREE, b->generation++);
-        p->i++, p->step = MAP;
+        if (!rule.file_first && p->page != NO_FILE)
+            p->step = DROP;
+        else
+            p->i++, p->step = MAP;
     }
 }
 
@@ -180,7 +206,7 @@ static void pend(state *s, process *p) {
 
 /* ----------------------------------------------------------------------------------------------------- operations */
 
-static void reserve(state *s, process *p) {
+static void reserve(state *s, process *p, bool spills) {
     switch (p->step) {
     case START:
         want_lock(p, DRAIN, true);
@@ -188,9 +214,9 @@ static void reserve(state *s, process *p) {
         break;
     case BODY: /* find_slot, srl_span_take */
         p->mine = s->b[0].word == FREE ? 0 : s->b[1].word == FREE ? 1 : BLOCKS;
-        p->page = s->map & 1 ? 0 : s->map & 2 ? 1 : PAGES;
+        p->page = spills ? A_FILE : s->map & 1 ? 0 : s->map & 2 ? 1 : PAGES;
         p->step = p->mine == BLOCKS || p->page == PAGES ? UNLOCK : BODY + 1;
-        if (p->step == BODY + 1)
+        if (p->step == BODY + 1 && !spills)
             s->map &= (uint8_t)~(1 << p->page);
         break;
     case BODY + 1: /* describe */
@@ -198,6 +224,11 @@ static void reserve(state *s, process *p) {
         break;
     case BODY + 2:
         s->b[p->mine].word = WRITING, s->b[p->mine].owner = p->slot, p->has = 1, p->step = UNLOCK;
+        break;
+    case MAKE_FILE: /* after letting go of the lock */
+        if (s->file[p->mine])
+            fault = "a file of an earlier generation";
+        s->file[p->mine] = s->b[p->mine].generation + 1, p->step = OVER;
         break;
     }
 }
@@ -261,10 +292,10 @@ static void over(state *s, process *p, int number, instruction i) {
 
 static void check(const state *s) {
     const block *a = s->b, *b = s->b + 1;
-    if (a->word != FREE && b->word != FREE && a->offset == b->offset && a->offset != A_LINK)
+    if (a->word != FREE && b->word != FREE && a->offset == b->offset && a->offset < PAGES)
         fault = "two blocks own one page";
     for (int i = 0; i < BLOCKS && s->owner == NOBODY; i++)
-        if (s->b[i].word == WRITING && s->map >> s->b[i].offset & 1)
+        if (s->b[i].word == WRITING && s->b[i].offset < PAGES && s->map >> s->b[i].offset & 1)
             fault = "the page of a block is in the map";
 }
 
@@ -296,10 +327,12 @@ static bool move(state *s, int number) {
         drain(s, p);
     else if (p->step == UNLOCK || p->step == AGAIN)
         unlock(s, p);
+    else if (p->step == OVER && i.op == SPILL && p->has && !s->file[p->mine])
+        p->step = MAKE_FILE;
     else if (p->step == OVER)
         over(s, p, number, i);
-    else if (i.op == RESERVE)
-        reserve(s, p);
+    else if (i.op == RESERVE || i.op == SPILL)
+        reserve(s, p, i.op == SPILL);
     else if (i.op == FREE_IT)
         free_it(s, p);
     else
@@ -331,15 +364,16 @@ static void recover(state *s) {
         bool orphaned = b->word == WRITING && s->live[b->owner] == NOBODY;
         if (!orphaned && b->word != FREEING)
             continue;
-        if (!dead_lock)
+        if (!dead_lock && b->offset < PAGES)
             s->map |= (uint8_t)(1 << b->offset);
+        drop_file(s, i, b->generation);
         b->word = FREE;
     }
     if (!dead_lock)
         return;
     s->map = ALL_PAGES;
     for (int i = 0; i < BLOCKS; i++)
-        if (s->b[i].word != FREE)
+        if (s->b[i].word != FREE && s->b[i].offset < PAGES)
             s->map &= (uint8_t)~(1 << s->b[i].offset);
 }
 
@@ -355,7 +389,10 @@ static void at_rest(state *s) {
     recover(s);
     int used = 0;
     for (int i = 0; i < BLOCKS; i++)
-        used |= s->b[i].word != FREE ? 1 << s->b[i].offset : 0;
+        used |= s->b[i].word != FREE && s->b[i].offset < PAGES ? 1 << s->b[i].offset : 0;
+    for (int i = 0; i < BLOCKS; i++)
+        if (s->file[i] && (s->b[i].word == FREE || s->file[i] != s->b[i].generation + 1))
+            fault = "leak: a file without its block";
     if ((s->map | used) != ALL_PAGES)
         fault = "leak: a page neither free nor a block's";
     if (s->map & used)
@@ -365,6 +402,7 @@ static void at_rest(state *s) {
 /* ----------------------------------------------------------------------------------------------------- scenarios */
 
 #define RES    {RESERVE, 0}
+#define SPI    {SPILL, 0}
 #define FRE    {FREE_IT, 0}
 #define SWE(z) {SWEEP, z}
 #define CLA(z) {CLAIM, z}
@@ -386,6 +424,7 @@ static const scenario scenarios[] = {
     {"two takers, who claims the slot takes nothing, 1 kill", 1, 4, 0, {{RES}, {RES}, {RES}, {CLA(0)}}},
     {"two that reserve and free, sweeps, 2 kills", 2, 3, 0, {{RES, FRE}, {RES, FRE}, {SWE(0), RES, SWE(1)}}},
     {"two that free at once, no kill", 0, 3, 2, {{FRE}, {FRE}, {RES, FRE}}},
+    {"two that spill and free, sweeps, 2 kills", 2, 3, 0, {{SPI, FRE}, {SPI, FRE}, {SWE(0), RES, SWE(1)}}},
 };
 #define SCENARIOS (int)(sizeof scenarios / sizeof *scenarios)
 
@@ -424,6 +463,8 @@ int main(void) {
     BROKEN(freeing_first, "free at once, the page later", 0, true);
     BROKEN(counts_seq, "takeover without a sequence", 2, true);
     BROKEN(needs_death, "takeover by timeout", 4, false);
+    BROKEN(file_first, "the word before the file", 6, true);
+    BROKEN(rebuild_drops, "a rebuild leaves the file", 6, true);
     BROKEN(link_last, "the link before the word", 0, true);
     BROKEN(looks_again, "pending without a second look", 5, true);
     BROKEN(sweep_has_lock, "sweep leaves the lock", 3, true);

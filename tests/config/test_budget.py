@@ -3,8 +3,8 @@
 import pytest
 
 from shmrl.config import RunTree
+from shmrl.config.budget import bytes_per_token
 from shmrl.config.shape import ModelShape
-from shmrl.payload.budget import bytes_per_token
 
 
 @pytest.mark.parametrize(("experts", "nbytes"), [(128, 384), (256, 384), (512, 768), (1 << 17, 1536)])
