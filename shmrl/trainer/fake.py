@@ -23,10 +23,10 @@ import torch
 
 from shmrl.arena import Arena
 from shmrl.config import RunTree, TrainSource
+from shmrl.config.budget import bytes_per_token, longest_episode
 from shmrl.config.shape import ModelShape, model_shape
 from shmrl.inference.embedded.tiny import write_tiny
 from shmrl.payload import Branch, encode, pack
-from shmrl.payload.budget import bytes_per_token, longest_episode
 from shmrl.trainer.models import prepare
 from shmrl.trainer.parallel import Ranks
 from shmrl.trainer.step import Stepper
