@@ -29,7 +29,8 @@ class ArenaProducer(Producer):
         self.address = self.arena.address
 
     def put(self, data: Blob) -> Any:
-        return self.address, self.arena.put(data, tag=TAG, checksum=self.checksum, hot=self.hot)
+        # By position: the dict of keywords is a quarter of what a small put costs.
+        return self.address, self.arena.put(data, TAG, "block", 30.0, self.hot, self.checksum)
 
     def free(self, refs: Any) -> None:
         self.arena.free([handle for _, handle in refs])

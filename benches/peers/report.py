@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benches.peers import peers
 from benches.peers.bars import PLAIN, Bar, Round, behind, ratio
-from benches.peers.runner import BURST, GROUP, Turn
+from benches.peers.runner import BURST, FEW, GROUP, Turn
 
 
 def blobs(size: int, lag: int, rounds: Sequence[Round]) -> str:
@@ -53,7 +53,8 @@ def rates(rounds: Sequence[dict[str, float]]) -> str:
     """put + get + free of 4 KiB blobs in bursts, per second."""
     names = list(dict.fromkeys(name for one in rounds for name in one))
     rows = [[name, f"{statistics.median(one[name] for one in rounds if name in one):,.0f}"] for name in names]
-    return f"### 4 KiB blobs, in bursts of {BURST}\n\n{_table(['peer', 'put + get + free per second'], rows)}"
+    title = f"### 4 KiB blobs, in bursts of {BURST} ({FEW} of who is slow)"
+    return f"{title}\n\n{_table(['peer', 'put + get + free per second'], rows)}"
 
 
 def copies(size: int, times: dict[str, list[float]]) -> str:

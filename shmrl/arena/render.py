@@ -32,7 +32,15 @@ def ls(rows: list[Row]) -> str:
             continue
         used, capacity = human(row["used_bytes"]), human(row["capacity_bytes"])
         lines.append(
-            (row["address"], row["state"], row["run_id"], str(row["processes"]), str(row["blocks"]), used, capacity)
+            (
+                row["address"],
+                row["state"],
+                _plain(row["run_id"]),
+                str(row["processes"]),
+                str(row["blocks"]),
+                used,
+                capacity,
+            )
         )
     return "\n".join([_table(lines), *(f"  {row['error']}" for row in rows if "error" in row)])
 
@@ -52,7 +60,13 @@ def _block(row: Row) -> str:
     step = "-" if row["step"] is None else str(row["step"])
     nbytes = human(row["span_bytes"] or row["nbytes"])
     return _BLOCK.format(
-        nbytes, state, step, _age(row["age_s"]), row["owner"] or "orphan", row["tag"] or "-", row["handle"]
+        nbytes,
+        state,
+        step,
+        _age(row["age_s"]),
+        _plain(row["owner"] or "orphan"),
+        _plain(row["tag"] or "-"),
+        row["handle"],
     )
 
 
@@ -64,18 +78,18 @@ def stats(rows: list[Row]) -> str:
 def _stats(row: Row) -> str:
     used, committed, capacity = (human(row[f"{key}_bytes"]) for key in ("used", "committed", "capacity"))
     lines = [
-        f"{row['address']}  run {row['run_id']}",
+        f"{row['address']}  run {_plain(row['run_id'])}",
         f"  {row['blocks']} blocks, {used} used (peak {human(row['peak_bytes'])}) of {committed} committed, "
         f"{capacity} capacity",
         f"  {row['created']} created, {row['freed']} freed, {row['orphaned']} orphaned, "
         f"{row['spilled']} spilled, {row['waits']} waits",
     ]
-    lines += [f"  {'alive' if p['alive'] else 'DEAD '} {p['pid']:>8}  {p['name']}" for p in row["attached"]]
+    lines += [f"  {'alive' if p['alive'] else 'DEAD '} {p['pid']:>8}  {_plain(p['name'])}" for p in row["attached"]]
     for by in table.BY:
         groups = sorted(row.get(f"by_{by}", {}).items(), key=lambda item: -item[1]["bytes"])
         shared = any("share" in group for _, group in groups)
         cells = [
-            (name or "-", str(group["blocks"]), human(group["bytes"]), *_shares(group, shared))
+            (_plain(name or "-"), str(group["blocks"]), human(group["bytes"]), *_shares(group, shared))
             for name, group in groups[:ROWS]
         ]
         lines += _section((by.upper(), "BLOCKS", "BYTES", *_SHARES[shared]), cells)
@@ -92,8 +106,8 @@ def _top(row: Row) -> str:
     used, committed, capacity = (row[f"{key}_bytes"] for key in ("used", "committed", "capacity"))
     step = "" if row["newest_step"] is None else f", step {row['newest_step']}"
     lines = [
-        f"{row['address']}  run {row['run_id']}  {human(used)} ({100 * used / capacity:.1f}%) of {human(capacity)} "
-        f"used, {human(committed)} committed, {row['blocks']} blocks, {row['orphaned']} orphans{step}"
+        f"{row['address']}  run {_plain(row['run_id'])}  {human(used)} ({100 * used / capacity:.1f}%) of "
+        f"{human(capacity)} used, {human(committed)} committed, {row['blocks']} blocks, {row['orphaned']} orphans{step}"
     ]
     if row["waiting"]:
         lines.append(f"  {row['waiting']} processes wait for space, the first for {_age(row['oldest_wait_s'])}")
@@ -104,10 +118,14 @@ def _top(row: Row) -> str:
     )
     for by in table.BY:
         shared = any("share" in one for one in row[by])
-        groups = [(one[by] or "-", human(one["bytes"]), str(one["blocks"]), *_shares(one, shared)) for one in row[by]]
+        groups = [
+            (_plain(one[by] or "-"), human(one["bytes"]), str(one["blocks"]), *_shares(one, shared)) for one in row[by]
+        ]
         lines += _section((by.upper(), "BYTES", "BLOCKS", *_SHARES[shared]), groups)
     for which in ("largest", "oldest"):
-        found = [(*_sized(one), one["state"], one["owner"] or "orphan", _age(one["age_s"])) for one in row[which]]
+        found = [
+            (*_sized(one), one["state"], _plain(one["owner"] or "orphan"), _age(one["age_s"])) for one in row[which]
+        ]
         lines += _section((which.upper(), "BYTES", "STATE", "OWNER", "AGE"), found)
     return "\n".join(lines)
 
@@ -124,7 +142,7 @@ def _section(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[
 
 def _sized(row: Row) -> tuple[str, str]:
     name = row["tag"] or f"block {row['slot']} generation {row['generation']}"
-    return name, human(row["span_bytes"] or row["nbytes"])
+    return _plain(name), human(row["span_bytes"] or row["nbytes"])
 
 
 def live(frame: Callable[[], str], period_s: float = 1.0) -> None:
@@ -142,13 +160,13 @@ def holders(row: Row) -> str:
     """What is known of one block, one fact per line."""
 
     def life(name: str) -> str:
-        return name if name in row["alive"] else f"{name}, DEAD"
+        return _plain(name) + ("" if name in row["alive"] else ", DEAD")
 
     done = ", ".join(map(str, row["done"])) or "none"
     facts = (
         ("block", f"{row['slot']} generation {row['generation']} of {row['address']}"),
         ("state", " ".join([row["state"], *row["flags"]])),
-        ("tag", row["tag"] or "-"),
+        ("tag", _plain(row["tag"] or "-")),
         ("bytes", f"{row['nbytes']} ({human(row['span_bytes'])} of the arena)"),
         ("age", _age(row["age_s"])),
         ("owner", "nobody: an orphan" if row["owner"] is None else life(row["owner"])),
@@ -182,13 +200,18 @@ def event(one: Row) -> str:
         "full": f"no room for {human(detail)}",
     }.get(name, f"{block} {human(detail)}")
     when = f"{one['number']:>8}  -{one['age_s']:<9.3f}"
-    return f"{when} {one['process']:<24} {name:<9} {what}  {one['tag']}".rstrip()
+    return f"{when} {_plain(one['process']):<24} {name:<9} {what}  {_plain(one['tag'])}".rstrip()
 
 
 def gc(result: Row) -> str:
     """What was removed."""
     lines = [f"removed {address}" for address in result["removed"]]
     return "\n".join([*lines, f"{len(lines)} dead arenas removed, {human(result['freed_bytes'])} freed"])
+
+
+def _plain(text: str) -> str:
+    """What some process called itself or its block, on one line and harmless to a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _age(seconds: float) -> str:
