@@ -47,11 +47,10 @@ def blocks(rows: Iterable[Row], limit: int | None) -> Iterator[str]:
 
 
 def _block(row: Row) -> str:
-    state = " ".join([row["state"], *row["flags"]])
     step = "-" if row["step"] is None else str(row["step"])
     nbytes = human(row["span_bytes"] or row["nbytes"])
     return _BLOCK.format(
-        nbytes, state, step, _age(row["age_s"]), row["owner"] or "orphan", row["tag"] or "-", row["handle"]
+        nbytes, _state(row), step, _age(row["age_s"]), row["owner"] or "orphan", row["tag"] or "-", row["handle"]
     )
 
 
@@ -99,7 +98,7 @@ def _top(row: Row) -> str:
         groups = [(one[by] or "-", human(one["bytes"]), str(one["blocks"])) for one in row[by]]
         lines += _section((by.upper(), "BYTES", "BLOCKS"), groups)
     for which in ("largest", "oldest"):
-        found = [(*_sized(one), one["state"], one["owner"] or "orphan", _age(one["age_s"])) for one in row[which]]
+        found = [(*_sized(one), _state(one), one["owner"] or "orphan", _age(one["age_s"])) for one in row[which]]
         lines += _section((which.upper(), "BYTES", "STATE", "OWNER", "AGE"), found)
     return "\n".join(lines)
 
@@ -134,7 +133,7 @@ def holders(row: Row) -> str:
     done = ", ".join(map(str, row["done"])) or "none"
     facts = (
         ("block", f"{row['slot']} generation {row['generation']} of {row['address']}"),
-        ("state", " ".join([row["state"], *row["flags"]])),
+        ("state", _state(row)),
         ("tag", row["tag"] or "-"),
         ("bytes", f"{row['nbytes']} ({human(row['span_bytes'])} of the arena)"),
         ("age", _age(row["age_s"])),
@@ -176,6 +175,10 @@ def gc(result: Row) -> str:
     """What was removed."""
     lines = [f"removed {address}" for address in result["removed"]]
     return "\n".join([*lines, f"{len(lines)} dead arenas removed, {human(result['freed_bytes'])} freed"])
+
+
+def _state(row: Row) -> str:
+    return " ".join([row["state"], *row["flags"]])
 
 
 def _age(seconds: float) -> str:
