@@ -281,11 +281,11 @@ class ArenaLs:
 
     def __call__(self, _: Flags) -> int:
         from shmrl.arena import commands, render
-        from shmrl.arena.inspect import Filter
+        from shmrl.arena.inspect import Filter, is_directory
 
         wanted = Filter(self.source, self.step, self.holder, self.state)
         asked = wanted != Filter() or self.sort is not None or self.limit is not None
-        if not asked and (self.address is None or os.path.isdir(self.address.removeprefix("file:"))):
+        if not asked and (self.address is None or is_directory(self.address)):
             return _show(commands.ls(self.address), render.ls, self.json)
         limit = self.limit if self.limit is not None else (0 if self.json else 50)
         rows = commands.blocks(self.address, wanted, self.sort, limit + 1 if limit and not self.json else limit or None)

@@ -4,10 +4,11 @@ import os
 
 import pytest
 
-from tests.support import leftovers
+from tests.support import leftovers, private_shm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 leftovers.mark_descendants()
+private_shm.enter()
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ from benches.peers.runner import Turn
 PLAIN, CHECKED, HOT = "shmrl", "shmrl, checksums", "shmrl, hot"
 IN_PLACE, ENCODE, HTTP = "shmrl, in place", "shmrl, encode", "HTTP, http.client"
 
+GROUPED = (IN_PLACE, HTTP)  # peers whose groups are timed
+
 TIMES_SHMRL = {HTTP: 10, "HTTP, requests": 30, "Ray": 9, "TransferQueue": 30, "iceoryx2": 1.5, "SharedMemory": 9}
 """put + get of a peer over shmrl's, consumer behind, no checksums; with them at least three quarters of each."""
 
@@ -46,13 +48,21 @@ def at_once(turn: Turn) -> float:
     return turn.lockstep.total
 
 
+def in_groups(turn: Turn) -> float:
+    """put + get per blob of a group that is put, and then taken, at once, seconds."""
+    return turn.group_s
+
+
+HOW = {at_once: " in lockstep", in_groups: ", groups of 16"}
+
+
 def of_blobs(rounds: Sequence[Round]) -> list[Bar]:
     """Every bar for one size."""
     wanted = [(peer, PLAIN, behind, bar) for peer, bar in TIMES_SHMRL.items()]
     wanted += [(peer, CHECKED, behind, 0.75 * bar) for peer, bar in TIMES_SHMRL.items()]
-    wanted += [("iceoryx2", HOT, at_once, 1), (HTTP, IN_PLACE, behind, 1000), (HTTP, ENCODE, behind, 4)]
+    wanted += [("iceoryx2", HOT, at_once, 1), (HTTP, IN_PLACE, in_groups, 1000), (HTTP, ENCODE, behind, 4)]
     return [
-        Bar(f"{above} / {below}" + (" in lockstep" if value is at_once else ""), found, bar)
+        Bar(f"{above} / {below}" + HOW.get(value, ""), found, bar)
         for above, below, value, bar in wanted
         if (found := ratio(rounds, above, below, value)) is not None
     ]

@@ -32,7 +32,7 @@ class Setup:
 
 
 class Producer:
-    """Leaves blobs. `own_work_s`: seconds of the last put that are not hand-over (writing in place, for instance)."""
+    """Leaves blobs. `own_work_s`: seconds so far that were not hand-over (writing in place, for instance)."""
 
     own_work_s = 0.0
 
@@ -42,6 +42,11 @@ class Producer:
     def put(self, data: Blob) -> Any:
         """-> a reference that can be pickled."""
         raise NotImplementedError
+
+    def put_many(self, blobs: Sequence[Blob]) -> list[Any]:
+        """A burst -> its references."""
+        put = self.put
+        return [put(blob) for blob in blobs]
 
     def free(self, refs: Sequence[Any]) -> None:
         """Nobody needs these blobs any more."""

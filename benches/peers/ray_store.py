@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from benches.peers.hosts import Host
 from benches.peers.interface import Blob, Consumer, Peer, Producer
 
 STORE_NBYTES = 4 << 30
-PATIENCE_S = 240  # for one call: a cluster that hangs fails its turn
+PATIENCE_S = 240  # for one call, and for each part of a start: a cluster that hangs fails its turn
 
 
 class RayHost:
@@ -50,6 +51,22 @@ class RayConsumer(Consumer):
 
 
 @contextmanager
+def patience(what: str) -> Iterator[None]:
+    """TimeoutError in the main thread if what is inside takes longer than PATIENCE_S. Ray's waits let signals in."""
+
+    def give_up(number: int, frame: Any) -> None:
+        raise TimeoutError(f"{what} took over {PATIENCE_S} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(PATIENCE_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
 def cluster() -> Iterator[type[Host]]:
     """A cluster of this machine, for one turn; its workers import this package from here."""
     import ray
@@ -59,14 +76,15 @@ def cluster() -> Iterator[type[Host]]:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: it has socket paths
     try:
-        ray.init(
-            num_cpus=8,
-            object_store_memory=STORE_NBYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=directory,
-        )
+        with patience("ray.init"):
+            ray.init(
+                num_cpus=8,
+                object_store_memory=STORE_NBYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=directory,
+            )
         yield RayHost
     finally:
         ray.shutdown()

@@ -11,16 +11,17 @@ from pathlib import Path
 
 from benches.peers import peers
 from benches.peers.bars import PLAIN, Bar, Round, behind, ratio
-from benches.peers.runner import Turn
+from benches.peers.runner import BURST, FEW, GROUP, Turn
 
 
 def blobs(size: int, lag: int, rounds: Sequence[Round]) -> str:
     """Medians over rounds of each round's p50: microseconds, CPU and memory, one row per peer."""
     names = list(dict.fromkeys(name for turns in rounds for name in turns))
     rows = [_row(name, size, lag, rounds) for name in names]
-    head = "put us|get us|put + get us|x shmrl|read us|lockstep us|x shmrl|CPU ms|resident"
-    title = f"### {size:,} bytes, consumer {lag} blobs behind; lockstep: put + get + read"
-    return f"{title}\n\n{_table(['peer', *head.split('|')], rows)}"
+    head = "put us|get us|put + get us|x shmrl|read us|lockstep us|x shmrl|in groups us|CPU ms|resident"
+    title = f"### {size:,} bytes, consumer {lag} blobs behind"
+    legend = f"Lockstep: put + get + read. In groups: put + get per blob of {GROUP} at once."
+    return f"{title}\n\n{legend}\n\n{_table(['peer', *head.split('|')], rows)}"
 
 
 def _row(name: str, size: int, lag: int, rounds: Sequence[Round]) -> list[str]:
@@ -42,6 +43,7 @@ def _row(name: str, size: int, lag: int, rounds: Sequence[Round]) -> list[str]:
         f"{median(lambda t: statistics.median(t.behind.read)) * 1e6:.0f}",
         f"{median(lambda t: t.lockstep.total) * 1e6:.0f}",
         times(lambda t: t.lockstep.total),
+        f"{grouped * 1e6:.1f}" if (grouped := median(lambda t: t.group_s)) else "-",
         f"{median(lambda t: t.cpu_s) * 1e3:.1f}",
         f"{median(lambda t: t.resident) / (max(lag, 1) * size):.2f}",
     ]
@@ -51,7 +53,8 @@ def rates(rounds: Sequence[dict[str, float]]) -> str:
     """put + get + free of 4 KiB blobs in bursts, per second."""
     names = list(dict.fromkeys(name for one in rounds for name in one))
     rows = [[name, f"{statistics.median(one[name] for one in rounds if name in one):,.0f}"] for name in names]
-    return f"### 4 KiB blobs, in bursts of 50\n\n{_table(['peer', 'put + get + free per second'], rows)}"
+    title = f"### 4 KiB blobs, in bursts of {BURST} ({FEW} of who is slow)"
+    return f"{title}\n\n{_table(['peer', 'put + get + free per second'], rows)}"
 
 
 def copies(size: int, times: dict[str, list[float]]) -> str:

@@ -8,6 +8,7 @@ once. Each round has fresh processes, and each turn reaches its steady state bef
 from __future__ import annotations
 
 import statistics
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,10 @@ from benches.peers.hosts import Host
 from benches.peers.interface import Peer, Setup
 from benches.peers.roles import ConsumerRole, ProducerRole
 
-SMALL, BURST = 4096, 50
+SMALL, BURST = 4096, 200
+FEW = 20  # a burst of whoever would take over BURST_S for a whole one: pipes and caches are nothing to it
+BURST_S, BURSTS = 1.0, 3  # small bursts go on for so long, and are at least so many
+GROUP, GROUPS = 16, 7  # the bursts of large blobs: a group of samples at once
 WARM = 6  # steps before any that counts, beyond twice the lag: a counted blob was put into memory that had been used
 
 
@@ -41,7 +45,7 @@ class Pair:
     def open(self, size: int, lag: int) -> None:
         """Fresh stores on both sides, for blobs of `size` bytes of which the consumer is `lag` behind."""
         self.lag, self.count = lag, 0
-        setup = Setup(f"b{uuid.uuid4().hex[:10]}", size, max(lag + 2, BURST if size == SMALL else 2))
+        setup = Setup(f"b{uuid.uuid4().hex[:10]}", size, max(lag + 2, BURST if size == SMALL else GROUP))
         self.producer.call("open", setup)
         self.consumer.call("open", setup)
 
@@ -65,11 +69,12 @@ class Pair:
         self.producer.call("free", refs)
         return times
 
-    def burst(self) -> float:
-        """Seconds of put, get and free per small blob."""
-        refs, put_s = self.producer.call("burst", BURST)
+    def burst(self, count: int) -> tuple[float, float]:
+        """Seconds per blob of `count` at once: of put and get, and of letting go and free."""
+        refs, put_s = self.producer.call("burst", count)
         got_s, done_s = self.consumer.call("burst", refs)
-        return (put_s + got_s + done_s + self.producer.call("free", refs)) / BURST
+        freed_s = self.producer.call("free", refs)
+        return (put_s + got_s) / count, (done_s + freed_s) / count
 
     def drain(self) -> None:
         """Takes what is left."""
@@ -116,17 +121,19 @@ class Turn:
     """One peer's turn. `behind`: with the consumer `lag` blobs behind; `lockstep`: reading at once.
 
     cpu_s: CPU seconds per step of all the peer's processes, read and comparison included (behind); resident: bytes by
-    which they grew, the sources included, with `lag` blobs alive.
+    which they grew, the sources included, with `lag` blobs alive. group_s: seconds of put + get per blob of a group
+    that is put at once and then taken at once.
     """
 
     behind: Times = field(default_factory=Times)
     lockstep: Times = field(default_factory=Times)
     cpu_s: float = 0.0
     resident: int = 0
+    group_s: float = 0.0
 
 
-def turn(two: Pair, size: int, lag: int, steps: int) -> Turn:
-    """One peer's turn with blobs of one size: `steps` counted steps behind, as many in lockstep."""
+def turn(two: Pair, size: int, lag: int, steps: int, groups: bool = False) -> Turn:
+    """One peer's turn with blobs of one size: `steps` counted steps behind, as many in lockstep, then in groups."""
     out = Turn()
     resident = _resident()
     two.open(size, lag)
@@ -139,6 +146,9 @@ def turn(two: Pair, size: int, lag: int, steps: int) -> Turn:
     two.lag = 0
     _steps(two, WARM)
     out.lockstep = _steps(two, steps)
+    two.drain()
+    if groups:
+        out.group_s = statistics.median([two.burst(GROUP)[0] for _ in range(GROUPS)][2:])
     two.close()
     return out
 
@@ -151,13 +161,16 @@ def _steps(two: Pair, count: int) -> Times:
     return out
 
 
-def rate(two: Pair, bursts: int) -> float:
-    """4 KiB blobs per second through put, get and free: the median burst of a turn."""
+def rate(two: Pair) -> float:
+    """4 KiB blobs per second through put, get and free: the median burst of a turn, the first left out."""
     two.open(SMALL, 0)
-    two.burst()
-    out = 1 / statistics.median(two.burst() for _ in range(bursts))
+    count = BURST if sum(two.burst(FEW)) * BURST < BURST_S else FEW
+    found: list[float] = []
+    until = time.monotonic() + BURST_S
+    while len(found) < BURSTS or time.monotonic() < until:
+        found.append(sum(two.burst(count)))
     two.close()
-    return out
+    return 1 / statistics.median(found)
 
 
 def _descendants() -> Iterable[psutil.Process]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from benches.peers.hosts import Host
 from benches.peers.interface import Blob, Consumer, Peer, Producer, Setup
-from benches.peers.ray_store import cluster
+from benches.peers.ray_store import cluster, patience
 
 PARTITION = "bench"
 
@@ -53,11 +53,12 @@ def storage() -> Iterator[type[Host]]:
     import transfer_queue
 
     with cluster() as host:
-        transfer_queue.init()
         try:
+            with patience("transfer_queue.init"):
+                transfer_queue.init()
             yield host
         finally:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), patience("transfer_queue.close"):
                 warnings.simplefilter("ignore")
                 transfer_queue.close()
 

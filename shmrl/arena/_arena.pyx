@@ -310,7 +310,8 @@ cdef class Block:
         if not self.exports:
             self._unmap()
         self.core._leave()
-        check(rc, f"block {self.tag}")
+        if rc:
+            check(rc, f"block {self.tag}")
         return self.handle
 
     def free(self):

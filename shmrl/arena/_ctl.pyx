@@ -61,8 +61,11 @@ def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t b
 
 def spill_dir_of(bytes head):
     """The spill directory named in the first 4,096 bytes of a ctl file; "" if none, or of another version."""
-    cdef const srl_header *h = <const srl_header *> PyBytes_AsString(head)
-    if len(head) < <Py_ssize_t> sizeof(srl_header) or h.magic != SRL_MAGIC or h.version != SRL_VERSION:
+    cdef srl_header h  # a copy: bytes are not aligned as a header has to be
+    if len(head) < <Py_ssize_t> sizeof(h):
+        return ""
+    memcpy(&h, PyBytes_AsString(head), sizeof(h))
+    if h.magic != SRL_MAGIC or h.version != SRL_VERSION:
         return ""
     return (<bytes> h.spill_dir[:SRL_SPILL_DIR_MAX]).split(b"\0", 1)[0].decode(errors="replace")
 
@@ -239,6 +242,7 @@ cdef class Ctl:
 
 
 cdef dict row_of(uint64_t slot, const srl_block *b, uint8_t *handle, dict processes, int64_t now_ns):
+    """Of nothing but strings, numbers and tuples of them: 64k such dicts are no work for the garbage collector."""
     cdef uint64_t generation = b.word >> 32, flags = b.word >> 16 & 31
     memcpy(handle + 10, &slot, 4)
     memcpy(handle + 14, &generation, 4)
@@ -256,7 +260,7 @@ cdef dict row_of(uint64_t slot, const srl_block *b, uint8_t *handle, dict proces
         "tag": tag_of(b),
         "readers": b.readers,
         "done": indices(b.done),
-        "held_by": [name_of(index, processes) for index in indices(b.holders)],
+        "held_by": tuple([name_of(index, processes) for index in indices(b.holders)]),
         "step": None if b.step < 0 else b.step,
         "age_s": max(0, now_ns - <int64_t> b.birth_ns) // 1_000_000 / 1000,
     }

@@ -13,6 +13,7 @@
  *   crash_driver recover           the points of a takeover, a sweep and a claim alone
  *   crash_driver points            every point: number file:line function side
  *   crash_driver fork              a grandchild must not keep a dead process alive
+ *   crash_driver undo              an acquire that comes too late must finish what its bit held up
  */
 #include "crash_scene.h"
 
@@ -292,6 +293,27 @@ static void fork_detaches(void) {
     kill(grandchild, SIGKILL);
 }
 
+/* -------------------------------------------------------------------------------------------------- interleaved */
+
+static void free_scene_2(void) {
+    srl_free(&me, ON(scene[2]));
+}
+
+/* The owner frees between a reader's bit and its second look at the word: it saw the bit and left the block to the
+ * reader, who has to free it with the bit. One thread is both, so every run is this interleaving. */
+static void undo_finishes(void) {
+    srl_arena reader;
+    srl_live live;
+    claim(&reader, &live);
+    between = free_scene_2;
+    int rc = srl_acquire(&reader, ON(scene[2]));
+    uint64_t w = srl_load_sc(&srl_at(&me, scene[2].slot)->word);
+    if (between || rc != -ESTALE)
+        printf("FAULT the acquire of a block freed meanwhile says %d\n", rc), faults++;
+    if (SRL_STATE(w) != SRL_FREE || SRL_GEN(w) != scene[2].gen + 1)
+        printf("FAULT an acquire that came too late left the block in state %u\n", (unsigned)SRL_STATE(w)), faults++;
+}
+
 int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "points"))
         return list_points(), 0;
@@ -305,6 +327,8 @@ int main(int argc, char **argv) {
         kill_recovery(&(uint64_t){1}), summary();
     else if (argc == 2 && !strcmp(argv[1], "fork"))
         fork_detaches();
+    else if (argc == 2 && !strcmp(argv[1], "undo"))
+        undo_finishes();
     remove_files();
     rmdir(spill_path);
     return faults != 0;

@@ -131,7 +131,7 @@ def check(scene, name):
     arena.sweep()
     assert arena.fsck() == [], arena.fsck()
     rows = arena.ls()
-    assert all(row["held_by"] == [] and row["state"] == "ready" for row in rows), rows
+    assert all(row["held_by"] == () and row["state"] == "ready" for row in rows), rows
     stats = arena.stats(exact=True)
     assert stats["created"] == stats["freed"] + stats["blocks"]
     assert stats["used_bytes"] == sum(row["span_bytes"] for row in rows)

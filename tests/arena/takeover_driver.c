@@ -48,7 +48,7 @@ static void claim(srl_arena *a, srl_live *live) {
     if (srl_open(a, ctl, ctl_size))
         abort();
     a->holds = calloc(a->h->max_blocks, sizeof(srl_hold));
-    srl_live_init(live, open(path, O_RDWR | O_CLOEXEC));
+    srl_live_init(live, open(path, O_RDWR | O_CLOEXEC), -1);
     if (srl_claim(a, live) < 0)
         abort();
 }

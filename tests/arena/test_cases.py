@@ -83,7 +83,7 @@ def test_sh_08_a_dead_holder_whose_pid_lives_again_is_swept(arena, helper):
         other.kill()
         assert arena.sweep() == 1
     arena.sweep()
-    assert arena.holders(handle)["held_by"] == []
+    assert arena.holders(handle)["held_by"] == ()
     arena.free(handle)
 
 

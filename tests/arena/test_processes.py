@@ -361,7 +361,7 @@ def test_a_fork_is_detached_and_does_not_keep_its_parent_alive(arena, helper):
     try:
         other.kill()
         assert arena.sweep() == 1
-        assert arena.holders(handle)["held_by"] == []
+        assert arena.holders(handle)["held_by"] == ()
     finally:
         os.kill(int(child), signal.SIGKILL)
     arena.free(handle)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmrl.arena import Arena, Handle, unlink
+from shmrl.arena import Arena, Handle, commands, unlink
 from shmrl.arena.inspect import gc, look
 from shmrl.errors import AlreadyFreed, ArenaCorrupt, ArenaFull, ForeignArena, NotSealed, StaleHandle, ViewsAlive
 from tests.arena.test_processes import until, wait_for
@@ -285,6 +285,19 @@ def test_a_wait_ends_in_memory_if_room_comes_in_time(spilling):
     late = spilling.put(bytes(600_000), on_full="spill", timeout_s=30)
     assert spilling.stats()["spilled"] == 0
     spilling.free(late)
+
+
+def test_an_arena_that_spills_beside_its_own_files_is_found_at_its_address(tmp_path):
+    with Arena.create("1MiB", backing="file", base=str(tmp_path), spill_dir=str(tmp_path)) as arena:
+        handle = arena.put(bytes(2 * MIB), on_full="spill", tag="run/s")
+        assert os.path.isdir(arena.address.removeprefix("file:"))
+        assert [row["address"] for row in commands.stats(arena.address)] == [arena.address]
+        assert [one["event"] for one in commands.tail(arena.address)] == ["full", "spill", "seal"]
+        assert commands.holders(str(handle), arena.address)["tag"] == "run/s"
+        assert [row["address"] for row in commands.ls(str(tmp_path))] == [arena.address]
+        arena.free(handle)
+        arena.unlink()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_names_go_with_the_directory(tmp_path):

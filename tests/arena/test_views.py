@@ -50,7 +50,7 @@ def test_many_views_or_none(arena, bad):
     with Arena.attach(arena.address) as reader:
         with pytest.raises(error):
             reader.get_many([*handles, wrong, handles[0]])
-        assert [row["held_by"] for row in arena.ls()] == [[]] * 10
+        assert [row["held_by"] for row in arena.ls()] == [()] * 10
     assert arena.free(handles) == 10
     assert blocks(arena) == 0
 
@@ -153,7 +153,7 @@ def test_things_go_in_any_order(arena, way):
             del there[name]
             if "array" in there:
                 assert there["array"].sum() == 5000 * ord("x")
-        assert arena.ls()[0]["held_by"] == [], order
+        assert arena.ls()[0]["held_by"] == (), order
         arena.free(handle)
         assert blocks(arena) == 0
 
@@ -165,7 +165,7 @@ def test_a_view_in_a_cycle_with_its_arena_is_collected(arena):
     reader.close()
     del reader
     gc.collect()
-    assert arena.ls()[0]["held_by"] == []
+    assert arena.ls()[0]["held_by"] == ()
     arena.free(handle)
 
 
@@ -237,7 +237,7 @@ def test_an_interpreter_ends_quietly_with_live_views(arena, how, code):
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
     arena.sweep()
     (row,) = arena.ls()
-    assert (row["flags"], row["held_by"]) == (("orphan",), [])
+    assert (row["flags"], row["held_by"]) == (("orphan",), ())
     handle = Handle.parse(row["handle"])
     arena.adopt(handle)
     arena.free(handle)
