@@ -157,6 +157,8 @@ class Trainer:
     files: Files
     resume: Switch = False
     """Continue from the last checkpoint."""
+    fake_data: Switch = False
+    """Train on invented episodes for run.max_steps steps, without an orchestrator, and print how fast that goes."""
 
     def __call__(self, flags: Flags) -> int:
         rank = os.environ.get("RANK")
@@ -166,13 +168,15 @@ class Trainer:
             from shmrl.node.host import require_arena, require_torch
 
             require_torch()
-            require_arena(tree.arena)
+            if not self.fake_data:
+                require_arena(tree.arena)
             again = [*map(str, self.files), *(f"--{key}={value}" for key, value in flags.items())]
-            command = torch_command(tree, [*again, *(["--resume"] if self.resume else [])])
+            switches = {"--resume": self.resume, "--fake-data": self.fake_data}
+            command = torch_command(tree, [*again, *(name for name, on in switches.items() if on)])
             os.execv(command[0], command)
         from shmrl import trainer
 
-        return trainer.main(tree, self.resume)
+        return trainer.main(tree, self.resume, self.fake_data)
 
 
 @dataclass

@@ -315,6 +315,18 @@ def test_a_reader_that_leaves_ends_the_listing(arena):
     assert (done.stderr, done.stdout.splitlines()[1]) == ("", "141")
 
 
+def test_names_cannot_write_to_the_terminal():
+    with Arena.create("1MiB", run_id="a\x1b[31m\nb") as arena:
+        handle = arena.put(b"x", tag="run/\x1b[2J/ü\n")
+        at = arena.address
+        for command in (["ls"], ["ls", at], ["stats", at], ["top", at], ["tail", at]):
+            said = shmrl(*command).stdout
+            assert "\\x1b[" in said
+            assert "\x1b" not in said
+        assert r"tag         run/\x1b[2J/ü\n" in shmrl("holders", str(handle)).stdout.splitlines()
+        arena.unlink()
+
+
 def test_a_ctl_cut_short_is_refused(tmp_path):
     with Arena.create("1MiB", backing="file", base=str(tmp_path)) as arena:
         stem, copy = arena.address.removeprefix("file:"), tmp_path / "copy"

@@ -188,6 +188,18 @@ def test_a_full_disk_is_an_error_in_numbers(spilling, tmp_path):
     assert (files(tmp_path), spilling.stats()["blocks"]) == ([], 0)
 
 
+def test_a_full_disk_counts_the_wait_for_memory(spilling, tmp_path):
+    filler = spilling.put(bytes(600_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB // 2, hard))
+    try:
+        with pytest.raises(ArenaFull, match=r"after 0\.[2-9] s"):
+            spilling.put(bytes(600_000), on_full="spill", timeout_s=0.2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (files(tmp_path), spilling.free(filler)) == ([], 1)
+
+
 def test_a_small_file_system(tmp_path):
     """ENOSPC of the disk itself, in a mount namespace of its own: no SIGBUS, nothing left."""
     code = (

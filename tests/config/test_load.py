@@ -101,6 +101,15 @@ def test_a_file_that_is_not_there_is_named_once(tmp_path):
             ("[model.tiny]", "[trainer]\nhead = 65\n[model.tiny]"),
             "head = 65 exceeds the engine's max_logprobs = 64",
         ),
+        (
+            ("[model.tiny]", "[trainer]\nranks = 3\ncontext_parallel = 2\n[model.tiny]"),
+            "3 is not a multiple of context_par",
+        ),
+        (("[model.tiny]", "[trainer]\nfsdp = true\ncpu_offload = true\n[model.tiny]"), "off a CUDA device: set both"),
+        (
+            ("[model.tiny]", "[warmup]\nsteps = 1\n[trainer.lora]\nrank = 2\nalpha = 4\n[model.tiny]"),
+            "[trainer.lora] keeps the model it started from",
+        ),
         (("[model.tiny]", "[trainer.loss]\nscore_centering = true\n[model.tiny]"), "set trainer.head"),
         (("[model.tiny]", '[arena]\ncapacity = "4 apples"\n[model.tiny]'), "not a size: '4 apples'"),
         (
