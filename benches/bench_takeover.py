@@ -1,7 +1,7 @@
 """Waiters behind a dead holder of the allocator's lock: how soon they go on after the kernel released its byte.
 
 `python -m benches.bench_takeover [rounds] [blocks]`; as root under `chrt -r 10` where other work would be measured too.
-Every figure is an upper bound: from the waiter's last look that found the holder alive. Waiters look every 1 to 8 ms.
+Every figure is an upper bound: from the waiter's last look that found the holder alive. Waiters look every 1 to 4 ms.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@
 #define OWNER(w)            ((unsigned)((w) >> 16 & 0xffff))
 #define HELD(seq, p, flags) ((uint64_t)(uint32_t)(seq) << 32 | (uint64_t)((p) + 1) << 16 | (flags))
 #define TICK_MIN_NS         1000000u
-#define TICK_MAX_NS         8000000u
+#define TICK_MAX_NS         4000000u
 #define STALE_TICKET_NS     200000000u
 
 static uint32_t *low_half(uint64_t *word) {

@@ -157,6 +157,8 @@ class Trainer:
     files: Files
     resume: Switch = False
     """Continue from the last checkpoint."""
+    fake_data: Switch = False
+    """Train on invented episodes for run.max_steps steps, without an orchestrator, and print how fast that goes."""
 
     def __call__(self, flags: Flags) -> int:
         rank = os.environ.get("RANK")
@@ -166,13 +168,15 @@ class Trainer:
             from shmrl.node.host import require_arena, require_torch
 
             require_torch()
-            require_arena(tree.arena)
+            if not self.fake_data:
+                require_arena(tree.arena)
             again = [*map(str, self.files), *(f"--{key}={value}" for key, value in flags.items())]
-            command = torch_command(tree, [*again, *(["--resume"] if self.resume else [])])
+            switches = {"--resume": self.resume, "--fake-data": self.fake_data}
+            command = torch_command(tree, [*again, *(name for name, on in switches.items() if on)])
             os.execv(command[0], command)
         from shmrl import trainer
 
-        return trainer.main(tree, self.resume)
+        return trainer.main(tree, self.resume, self.fake_data)
 
 
 @dataclass
@@ -281,11 +285,11 @@ class ArenaLs:
 
     def __call__(self, _: Flags) -> int:
         from shmrl.arena import commands, render
-        from shmrl.arena.inspect import Filter
+        from shmrl.arena.inspect import Filter, is_directory
 
         wanted = Filter(self.source, self.step, self.holder, self.state)
         asked = wanted != Filter() or self.sort is not None or self.limit is not None
-        if not asked and (self.address is None or os.path.isdir(self.address.removeprefix("file:"))):
+        if not asked and (self.address is None or is_directory(self.address)):
             return _show(commands.ls(self.address), render.ls, self.json)
         limit = self.limit if self.limit is not None else (0 if self.json else 50)
         rows = commands.blocks(self.address, wanted, self.sort, limit + 1 if limit and not self.json else limit or None)

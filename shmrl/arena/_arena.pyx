@@ -556,14 +556,16 @@ cdef class Core:
         cdef srl_request r
         r.nbytes, r.room, r.tag, r.tag_len, r.spill = nbytes, room, raw, <uint32_t> tag_len, False
         cdef int rc = srl_reserve(&self.a, &r, 0)
+        cdef uint64_t began = 0
         if rc:
+            began = srl_now_ns(CLOCK_MONOTONIC)
             self._reserve_slowly(&r, timeout_s, on_full)
         cdef Block block = Block.__new__(Block)
         block.core, block.slot, block.generation, block.nonce = self, r.slot, r.generation, r.nonce
         block.n, block.room, block.open, block.tag = r.nbytes, r.room, True, tag
         self.users += 1
         if r.spill:
-            self._make_file(block, max(r.offset, <uint64_t> 1))
+            self._make_file(block, max(r.offset, <uint64_t> 1), began)
         else:
             block.at = self.data + r.offset
         if (self.a.h.committed_pages < self.a.max_pages
@@ -595,8 +597,8 @@ cdef class Core:
             turn.leave()
             self._leave()
 
-    cdef int _make_file(self, Block block, uint64_t nbytes) except -1:
-        """The file of a block that was reserved as spilled; if it cannot be had, the block is no more."""
+    cdef int _make_file(self, Block block, uint64_t nbytes, uint64_t began) except -1:
+        """The file of a block reserved as spilled, since `began`; if it cannot be had, the block is no more."""
         cdef int rc, directory = self.live.spill
         cdef uint32_t slot = block.slot, generation = block.generation
         cdef uint8_t *at = NULL
@@ -605,7 +607,7 @@ cdef class Core:
         if rc:
             block.open = False
             block._free()
-            raise self._spill_failed(block.n, -rc)
+            raise self._spill_failed(block.n, -rc, (srl_now_ns(CLOCK_MONOTONIC) - began) / 1e9)
         block.at, block.mapped = at, nbytes
         return 0
 

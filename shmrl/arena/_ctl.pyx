@@ -61,8 +61,11 @@ def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t b
 
 def spill_dir_of(bytes head):
     """The spill directory named in the first 4,096 bytes of a ctl file; "" if none, or of another version."""
-    cdef const srl_header *h = <const srl_header *> PyBytes_AsString(head)
-    if len(head) < <Py_ssize_t> sizeof(srl_header) or h.magic != SRL_MAGIC or h.version != SRL_VERSION:
+    cdef srl_header h  # a copy: bytes are not aligned as a header has to be
+    if len(head) < <Py_ssize_t> sizeof(h):
+        return ""
+    memcpy(&h, PyBytes_AsString(head), sizeof(h))
+    if h.magic != SRL_MAGIC or h.version != SRL_VERSION:
         return ""
     return (<bytes> h.spill_dir[:SRL_SPILL_DIR_MAX]).split(b"\0", 1)[0].decode(errors="replace")
 

@@ -80,13 +80,13 @@ class Arena(Core):
         nbytes = -(-parse_bytes(capacity) // PAGE) * PAGE
         if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
             raise ValueError(f"capacity={nbytes} ({PAGE} to 2^47 bytes), max_processes={max_processes} (1 to 256)")
+        ttl_ns = _ttl_ns(orphan_ttl_s)
         for dead in names.listed(base):
             names.remove_if_dead(dead)
         mount = names.new(backing, base).mount
         _require(mount, nbytes)
         pages = Pages.chosen(huge_pages, numa, mount)
         where, live = names.claimed(backing, base)
-        ttl_ns = 0 if orphan_ttl_s is None else max(1, int(orphan_ttl_s * 1e9))
         arena = _made(cls, where, live, nbytes, run_id or where.key[-32:-24], max_processes, ttl_ns, pages, spill_dir)
         if preallocate:
             arena._preallocate()
@@ -242,10 +242,10 @@ class Arena(Core):
         except OSError as error:
             return f"; the spill directory {path} cannot be read ({error.strerror}), {spilled}"
 
-    def _spill_failed(self, nbytes: int, code: int) -> ArenaError:
+    def _spill_failed(self, nbytes: int, code: int, waited_s: float) -> ArenaError:
         """What a block that could not become a file is refused with."""
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return self._full(nbytes, 0.0)
+            return self._full(nbytes, waited_s)
         return ArenaError(f"{memory.human(nbytes)} cannot be spilled to {self._spill_dir()}: {os.strerror(code)}")
 
     def _waiting(self, nbytes: int, total: int, on_full: str, timeout_s: float | None) -> Waiting:
@@ -323,14 +323,22 @@ def unlink(address: str) -> None:
 # --------------------------------------------------------------------------------------------------- create, attach
 
 
+def _ttl_ns(orphan_ttl_s: float | None) -> int:
+    """What the header holds; 0 for never. ValueError."""
+    if orphan_ttl_s is None:
+        return 0
+    if not 0 <= orphan_ttl_s <= 2**31:
+        raise ValueError(f"orphan_ttl_s={orphan_ttl_s}: 0 to 2^31 seconds, or None for never")
+    return max(1, int(orphan_ttl_s * 1e9))
+
+
 def _require(mount: Path | None, nbytes: int) -> None:
     if short := memory.refusals(mount, nbytes):
         raise ArenaFull(f"an arena of {nbytes} bytes ({memory.human(nbytes)}) does not fit: " + "; ".join(short))
 
 
 def _require_address_space(where: Files, ctl: int, data: int) -> None:
-    """For what will be mapped: ctl, data, and the private hold counts (8 bytes a descriptor of 256)."""
-    if short := memory.address_space_refusals(ctl + data + ctl // 32):
+    if short := memory.address_space_refusals(memory.mapped(ctl, data)):
         raise ArenaError(f"{where.address} cannot be attached: " + "; ".join(short))
 
 

@@ -152,6 +152,6 @@ def only(address: str | None) -> str:
 
 
 def _addresses(address: str | None) -> list[str]:
-    if address is not None and not os.path.isdir(address.removeprefix("file:")):
+    if address is not None and not inspect.is_directory(address):
         return [address]
     return [row["address"] for row in inspect.list_arenas(address) if row["state"] == "alive"]

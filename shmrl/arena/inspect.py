@@ -293,8 +293,13 @@ def where(given: str | None = None) -> list[files.Files]:
     """Arenas of this uid: in a directory, at an address, or without one those in /dev/shm and open in a process."""
     if given is None:
         return [*files.listed(), *files.listed_open()]
-    directory = given.removeprefix("file:")
-    return files.listed_in(directory) if os.path.isdir(directory) else [_parsed(given)]
+    return files.listed_in(given.removeprefix("file:")) if is_directory(given) else [_parsed(given)]
+
+
+def is_directory(given: str) -> bool:
+    """Whether it names a directory of arenas, and not one of them: with spill_dir=base the two have one path."""
+    path = given.removeprefix("file:")
+    return os.path.isdir(path) and not os.path.exists(f"{path}.live")
 
 
 def list_arenas(given: str | None = None) -> list[dict[str, Any]]:

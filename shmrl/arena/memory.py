@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shmrl.arena._ctl import ctl_nbytes
+
 GIB = 1 << 30
 DESCRIPTORS = 4  # live, ctl, data, and the one that replaces data's at the first write
 RLIMITS = {"RLIMIT_AS": "address space", "RLIMIT_FSIZE": "file size", "RLIMIT_MEMLOCK": "locked memory"}
@@ -92,12 +94,22 @@ def refusals(mount: Path | None, nbytes: int) -> list[str]:
             f"{mount} is missing or cannot be written to, and the arena is made there: backing 'memfd' needs no mount"
         ]
     short = [limit.refusal(nbytes) for limit in limits(mount) if nbytes > limit.free]
-    return [*short, *_rlimit_refusals("RLIMIT_FSIZE", nbytes), *address_space_refusals(nbytes), *descriptor_refusals()]
+    return [
+        *short,
+        *_rlimit_refusals("RLIMIT_FSIZE", nbytes),
+        *address_space_refusals(mapped(ctl_nbytes(nbytes)[0], nbytes)),
+        *descriptor_refusals(),
+    ]
 
 
-def address_space_refusals(mapped: int) -> list[str]:
+def address_space_refusals(nbytes: int) -> list[str]:
     """Why this process cannot map that many bytes more; [] when it can."""
-    return _rlimit_refusals("RLIMIT_AS", mapped)
+    return _rlimit_refusals("RLIMIT_AS", nbytes)
+
+
+def mapped(ctl: int, data: int) -> int:
+    """Address space of one attachment: ctl, data, and the private hold counts (8 bytes a descriptor of 256)."""
+    return ctl + data + ctl // 32
 
 
 def descriptor_refusals() -> list[str]:

@@ -29,6 +29,7 @@ _THP = Path("/sys/kernel/mm/transparent_hugepage")
 _GIVING = ("always", "within_size", "advise", "force")  # settings with which huge pages are to be had by asking
 _MADV_POPULATE_READ, _MADV_COLLAPSE = 22, 25
 _MBIND = {"x86_64": 237, "aarch64": 235}
+MAX_NODES = 1024  # of a Linux kernel (CONFIG_NODES_SHIFT is at most 10)
 MODES = {"bind": 2, "interleave": 3}  # MPOL_BIND, MPOL_INTERLEAVE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -154,6 +155,8 @@ def numbers(text: str) -> set[int]:
     out: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
+        if int(last or first) >= MAX_NODES:
+            raise ValueError(f"no node {last or first}: a kernel has at most {MAX_NODES}")
         out.update(range(int(first), int(last or first) + 1))
     return out
 

@@ -24,15 +24,14 @@ def ls(rows: list[Row]) -> str:
     """A table, one line per arena; why, below, for those that could not be read."""
     if not rows:
         return f"no arenas of uid {os.geteuid()} in /dev/shm or open in a process"
-    lines = [("ADDRESS", "STATE", "RUN", "PROCESSES", "BLOCKS", "USED", "CAPACITY")]
+    lines = [("ADDRESS", "STATE", "RUN", "PROCESSES", "BLOCKS", "USED", "CAPACITY", "SPILLED")]
     for row in rows:
         if "error" in row:
-            lines.append((row["address"], row["state"], "", "", "", "", ""))
+            lines.append((row["address"], row["state"], "", "", "", "", "", ""))
             continue
-        used, capacity = human(row["used_bytes"]), human(row["capacity_bytes"])
-        lines.append(
-            (row["address"], row["state"], row["run_id"], str(row["processes"]), str(row["blocks"]), used, capacity)
-        )
+        sizes = (human(row[f"{key}_bytes"]) for key in ("used", "capacity", "spilled"))
+        counts = (str(row["processes"]), str(row["blocks"]))
+        lines.append((row["address"], row["state"], _plain(row["run_id"]), *counts, *sizes))
     return "\n".join([_table(lines), *(f"  {row['error']}" for row in rows if "error" in row)])
 
 
@@ -50,7 +49,13 @@ def _block(row: Row) -> str:
     step = "-" if row["step"] is None else str(row["step"])
     nbytes = human(row["span_bytes"] or row["nbytes"])
     return _BLOCK.format(
-        nbytes, _state(row), step, _age(row["age_s"]), row["owner"] or "orphan", row["tag"] or "-", row["handle"]
+        nbytes,
+        _state(row),
+        step,
+        _age(row["age_s"]),
+        _plain(row["owner"] or "orphan"),
+        _plain(row["tag"] or "-"),
+        row["handle"],
     )
 
 
@@ -62,16 +67,16 @@ def stats(rows: list[Row]) -> str:
 def _stats(row: Row) -> str:
     used, committed, capacity = (human(row[f"{key}_bytes"]) for key in ("used", "committed", "capacity"))
     lines = [
-        f"{row['address']}  run {row['run_id']}",
+        f"{row['address']}  run {_plain(row['run_id'])}",
         f"  {row['blocks']} blocks, {used} used (peak {human(row['peak_bytes'])}) of {committed} committed, "
         f"{capacity} capacity",
         f"  {row['created']} created, {row['freed']} freed, {row['orphaned']} orphaned, "
-        f"{row['spilled']} spilled, {row['waits']} waits",
+        f"{row['spilled']} spilled ({human(row['spilled_bytes'])}), {row['waits']} waits",
     ]
-    lines += [f"  {'alive' if p['alive'] else 'DEAD '} {p['pid']:>8}  {p['name']}" for p in row["attached"]]
+    lines += [f"  {'alive' if p['alive'] else 'DEAD '} {p['pid']:>8}  {_plain(p['name'])}" for p in row["attached"]]
     for by in table.BY:
         groups = sorted(row.get(f"by_{by}", {}).items(), key=lambda item: -item[1]["bytes"])
-        cells = [(name or "-", str(group["blocks"]), human(group["bytes"])) for name, group in groups[:ROWS]]
+        cells = [(_plain(name or "-"), str(group["blocks"]), human(group["bytes"])) for name, group in groups[:ROWS]]
         lines += _section((by.upper(), "BLOCKS", "BYTES"), cells)
         lines += [f"... and {len(groups) - ROWS} more (--json has them all)"] if len(groups) > ROWS else []
     return "\n".join(lines)
@@ -85,9 +90,11 @@ def top(rows: list[Row]) -> str:
 def _top(row: Row) -> str:
     used, committed, capacity = (row[f"{key}_bytes"] for key in ("used", "committed", "capacity"))
     step = "" if row["newest_step"] is None else f", step {row['newest_step']}"
+    spilled = f", {row['spilled']} spilled ({human(row['spilled_bytes'])})" if row["spilled"] else ""
     lines = [
-        f"{row['address']}  run {row['run_id']}  {human(used)} ({100 * used / capacity:.1f}%) of {human(capacity)} "
-        f"used, {human(committed)} committed, {row['blocks']} blocks, {row['orphaned']} orphans{step}"
+        f"{row['address']}  run {_plain(row['run_id'])}  {human(used)} ({100 * used / capacity:.1f}%) of "
+        f"{human(capacity)} used, {human(committed)} committed, {row['blocks']} blocks, {row['orphaned']} orphans"
+        f"{spilled}{step}"
     ]
     suspects = row["suspects"]
     lines += _section(
@@ -95,10 +102,12 @@ def _top(row: Row) -> str:
         [(*_sized(one), _age(one["age_s"]), "; ".join(one["why"])) for one in suspects["rows"]],
     )
     for by in table.BY:
-        groups = [(one[by] or "-", human(one["bytes"]), str(one["blocks"])) for one in row[by]]
+        groups = [(_plain(one[by] or "-"), human(one["bytes"]), str(one["blocks"])) for one in row[by]]
         lines += _section((by.upper(), "BYTES", "BLOCKS"), groups)
     for which in ("largest", "oldest"):
-        found = [(*_sized(one), _state(one), one["owner"] or "orphan", _age(one["age_s"])) for one in row[which]]
+        found = [
+            (*_sized(one), _state(one), _plain(one["owner"] or "orphan"), _age(one["age_s"])) for one in row[which]
+        ]
         lines += _section((which.upper(), "BYTES", "STATE", "OWNER", "AGE"), found)
     return "\n".join(lines)
 
@@ -110,7 +119,7 @@ def _section(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[
 
 def _sized(row: Row) -> tuple[str, str]:
     name = row["tag"] or f"block {row['slot']} generation {row['generation']}"
-    return name, human(row["span_bytes"] or row["nbytes"])
+    return _plain(name), human(row["span_bytes"] or row["nbytes"])
 
 
 def live(frame: Callable[[], str], period_s: float = 1.0) -> None:
@@ -128,14 +137,15 @@ def holders(row: Row) -> str:
     """What is known of one block, one fact per line."""
 
     def life(name: str) -> str:
-        return name if name in row["alive"] else f"{name}, DEAD"
+        return _plain(name) + ("" if name in row["alive"] else ", DEAD")
 
     done = ", ".join(map(str, row["done"])) or "none"
+    where = "in a file" if "spilled" in row["flags"] else f"{human(row['span_bytes'])} of the arena"
     facts = (
         ("block", f"{row['slot']} generation {row['generation']} of {row['address']}"),
         ("state", _state(row)),
-        ("tag", row["tag"] or "-"),
-        ("bytes", f"{row['nbytes']} ({human(row['span_bytes'])} of the arena)"),
+        ("tag", _plain(row["tag"] or "-")),
+        ("bytes", f"{row['nbytes']} ({where})"),
         ("age", _age(row["age_s"])),
         ("owner", "nobody: an orphan" if row["owner"] is None else life(row["owner"])),
         ("read by", "; ".join(life(name) for name in row["held_by"]) or "nobody"),
@@ -168,13 +178,18 @@ def event(one: Row) -> str:
         "full": f"no room for {human(detail)}",
     }.get(name, f"{block} {human(detail)}")
     when = f"{one['number']:>8}  -{one['age_s']:<9.3f}"
-    return f"{when} {one['process']:<24} {name:<9} {what}  {one['tag']}".rstrip()
+    return f"{when} {_plain(one['process']):<24} {name:<9} {what}  {_plain(one['tag'])}".rstrip()
 
 
 def gc(result: Row) -> str:
     """What was removed."""
     lines = [f"removed {address}" for address in result["removed"]]
     return "\n".join([*lines, f"{len(lines)} dead arenas removed, {human(result['freed_bytes'])} freed"])
+
+
+def _plain(text: str) -> str:
+    """What some process called itself or its block, on one line and harmless to a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _state(row: Row) -> str:

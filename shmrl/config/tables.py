@@ -22,6 +22,7 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PROCESS_SLOTS = 256  # of an arena
 LONGEST_TAG = 112  # bytes of a block's tag
+SPILL_AFTER_S = 0.5  # arena.timeout_s where writers may spill
 
 
 class Table(BaseModel):
@@ -105,7 +106,8 @@ class ArenaConfig(Table):
     backing: "shm" (/dev/shm), "memfd" (no mount, gone with the last process), "file" in the directory `base`, for
     example of a tmpfs mounted with huge=. huge_pages: "auto" takes what mount or shmem_enabled give, "always" asks the
     kernel for each step and refuses to start without. numa: "interleave" over the nodes, or "bind:0-1,3". on_full:
-    "spill" puts what finds no room within timeout_s into files under spill_dir, a directory of a local disk.
+    "spill" puts what finds no room within timeout_s into files under spill_dir, a directory of a local disk. timeout_s
+    is 60, or 0.5 with "spill": a file costs less than a long wait, and groups are held back while room is to come.
     """
 
     address: str | None = None
@@ -121,6 +123,12 @@ class ArenaConfig(Table):
     verify: bool = False
     preallocate: bool = False
     orphan_ttl_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spills_soon(cls, given: Any) -> Any:
+        spills = isinstance(given, dict) and given.get("on_full") == "spill"
+        return {"timeout_s": SPILL_AFTER_S, **given} if spills else given
 
     @model_validator(mode="after")
     def _capacity(self) -> ArenaConfig:
@@ -263,13 +271,27 @@ class Checkpoint(Table):
     keep_every: Count = 0
 
 
+class Lora(Table):
+    """`[trainer.lora]`: train low-rank adapters of these linear layers alone; what is published has them merged in."""
+
+    rank: Positive
+    alpha: Annotated[float, Field(gt=0)]
+    targets: Annotated[list[str], Field(min_length=1)] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
 class Trainer(Table):
-    """`[trainer]`: ranks, precision, what is replayed, loss, optimizer. `head` is the captured top-k head's width."""
+    """`[trainer]`: ranks, precision, what is replayed, loss, optimizer. `head` is the captured top-k head's width.
+
+    fsdp shards weights, gradients and optimizer over the ranks; with cpu_offload these shards live in host memory.
+    context_parallel: how many neighbouring ranks share each sequence; the others divide the micro batches.
+    """
 
     ranks: Positive = 1
     device: Device = "cpu"
     precision: Literal["float32", "bfloat16"] = "float32"
     fsdp: bool = False
+    cpu_offload: bool = False
+    context_parallel: Positive = 1
     compile: bool = False
     activation_checkpointing: bool = False
     router_replay: bool = True
@@ -279,9 +301,25 @@ class Trainer(Table):
     logprob_chunk: Positive = 256
     keep_weights: Positive = 3
     loss: Loss = Loss()
+    lora: Lora | None = None
     optimizer: Optimizer = Optimizer()
     scheduler: Scheduler = Scheduler()
     checkpoint: Checkpoint = Checkpoint()
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that get micro batches of their own."""
+        return self.ranks // self.context_parallel
+
+    @model_validator(mode="after")
+    def _parallel(self) -> Trainer:
+        if self.ranks % self.context_parallel:
+            raise ValueError(f"ranks = {self.ranks} is not a multiple of context_parallel = {self.context_parallel}")
+        if self.cpu_offload and not (self.fsdp and self.device.startswith("cuda")):
+            raise ValueError(
+                "cpu_offload = true moves the shards of fsdp = true off a CUDA device: set both, or neither"
+            )
+        return self
 
     @model_validator(mode="after")
     def _centering(self) -> Trainer:

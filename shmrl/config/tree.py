@@ -309,6 +309,10 @@ class RunTree(Table):
                 f"{processes:,} processes would attach to the arena, which has {PROCESS_SLOTS} places: lower "
                 "serve.pool.workers or trainer.ranks"
             )
+        if self.trainer.lora and self.warmup.steps and self.model.tiny:
+            problems.append(
+                "[trainer.lora] keeps the model it started from, and [warmup] overwrites that of [model.tiny]"
+            )
         if self.trainer.head > self.inference.max_logprobs:
             problems.append(
                 f"trainer.head = {self.trainer.head} exceeds the engine's max_logprobs = {self.inference.max_logprobs}"

@@ -96,21 +96,24 @@ class Ledger:
             self.release([Sample(segments=gone, T=0, S=0, R=0)])
         return shorter
 
-    def ship(self, ranks: Sequence[Sequence[MicroBatch]], step: int) -> None:
-        """Arm the done sets of everything the ranks' micro batches contain, before their messages are sent."""
-        readers: Counter[Handle] = Counter()
+    def ship(self, ranks: Sequence[Sequence[MicroBatch]], step: int, readers: int = 1) -> None:
+        """Arm the done sets of everything the ranks' micro batches contain, before their messages are sent.
+
+        readers: how many ranks read each list of micro batches (a context-parallel group's).
+        """
+        lists: Counter[Handle] = Counter()
         for micro_batches in ranks:
-            readers.update({handle for micro in micro_batches for handle in micro.handles})
+            lists.update({handle for micro in micro_batches for handle in micro.handles})
             for micro in micro_batches:
                 for sample in micro.samples:
                     for handle in sample.handles:
                         self._holds[handle].samples -= 1
         by_count: dict[int, list[Handle]] = defaultdict(list)
-        for handle, count in readers.items():
+        for handle, count in lists.items():
             self._holds[handle].step = step
             by_count[count].append(handle)
         for count, handles in by_count.items():
-            self._arena.ship(handles, readers=count + 1, step=step)
+            self._arena.ship(handles, readers=count * readers + 1, step=step)
 
     def report(self, step: int) -> None:
         """The step is durable: be its last reader. Blocks that later samples share stay held, unshipped."""

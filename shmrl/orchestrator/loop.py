@@ -80,7 +80,7 @@ async def _run(tree: RunTree, resume: bool) -> int:
 def _admission(tree: RunTree) -> Admission:
     """An episode of which nothing is known yet is as long as it can be trained on."""
     longest = longest_episode(tree) * sum(bytes_per_token(tree, model_shape(tree)).values())
-    return Admission(int(longest), spills=str(tree.arena.on_full) == "spill")
+    return Admission(int(longest), spills=tree.arena.on_full == "spill")
 
 
 class Orchestrator:
@@ -243,8 +243,9 @@ class Orchestrator:
 
     async def ship(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> int:
         """Pack, arm the done sets, send every rank its references; bytes sent."""
-        ranks = self._packed(samples)
-        self.ledger.ship(ranks, step)
+        groups, size = self._packed(samples), self.tree.trainer.context_parallel
+        ranks = [micros for micros in groups for _ in range(size)]  # neighbours share their sequences
+        self.ledger.ship(groups, step, readers=size)
         common = {"kind": kind, "step": step, "loss_tokens": sum(sample.S for sample in samples), **extra}
         return sum(
             [
@@ -257,7 +258,7 @@ class Orchestrator:
         return pack(
             samples,
             seq_len=self.tree.orchestrator.seq_len,
-            num_ranks=self.tree.trainer.ranks,
+            num_ranks=self.tree.trainer.data_ranks,
             pad_to_multiple_of=self.tree.trainer.pad_to_multiple_of,
         )
 

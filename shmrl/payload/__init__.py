@@ -15,7 +15,7 @@ from shmrl.payload.gather import gather
 from shmrl.payload.header import Header, read_header, read_text, read_tokens
 from shmrl.payload.ingest import BranchBuilder
 from shmrl.payload.pack import pack
-from shmrl.payload.plan import zigzag
+from shmrl.payload.plan import TokenRange, zigzag
 from shmrl.payload.registry import ragged, register_field
 from shmrl.payload.routing import Routing
 from shmrl.payload.wireform import micro_batches_from_wire, micro_batches_to_wire, sample_from_wire, sample_to_wire
@@ -26,6 +26,7 @@ __all__ = [
     "Header",
     "Routing",
     "TensorBatch",
+    "TokenRange",
     "assemble",
     "encode",
     "gather",

@@ -8,14 +8,16 @@ if TYPE_CHECKING:
     from shmrl.config import RunTree
 
 
-def main(tree: RunTree, resume: bool) -> NoReturn:
+def main(tree: RunTree, resume: bool, fake_data: bool = False) -> NoReturn:
     """Run this rank to the end of the run, and end its process. Imports torch, so only the trainer's processes call it.
+
+    fake_data: train on invented episodes instead, alone.
 
     Raises what ended the run. torch's launcher prints it last, as the root cause, for the rank that failed first.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from shmrl.trainer.loop import main as run
+    from shmrl.trainer import fake, loop
     from shmrl.trainer.parallel import leave
 
-    leave(record(run)(tree, resume) or 0)
+    leave((record(fake.main)(tree) if fake_data else record(loop.main)(tree, resume)) or 0)

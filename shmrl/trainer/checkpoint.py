@@ -1,8 +1,9 @@
 """Checkpoints: `<output_dir>/checkpoints/step_<n>/`, complete or absent, and how a rank starts from one.
 
 Written to a temporary directory, fsynced, renamed; `STABLE` is written last, and a directory without it is not a
-checkpoint. Holds the model (public layout, tokenizer), optimizer.pt, rng.pt, trainer.json, and orchestrator.json, the
-orchestrator's own part. Saving gathers on every rank and writes on rank 0. Runs in the trainer's ranks.
+checkpoint. Holds the model (public layout, tokenizer), lora.pt (adapters, which the model has merged in), optimizer.pt,
+rng.pt, trainer.json, and orchestrator.json, the orchestrator's own part. Saving gathers on every rank, and rank 0
+writes. Runs in the trainer's ranks.
 """
 
 from __future__ import annotations
@@ -16,16 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from shmrl.config import RunTree
 from shmrl.config.tables import Checkpoint
 from shmrl.errors import RunError
+from shmrl.trainer import lora
 from shmrl.trainer.parallel import Ranks
 from shmrl.trainer.policy import Policy
 from shmrl.trainer.weights import staging, steps_in, write_model
 
 FORMAT = 1
+ADAPTERS = "lora.pt"
 
 
 def checkpoint_dir(tree: RunTree, step: int) -> Path:
@@ -51,7 +59,10 @@ def save(
         return
     target = checkpoint_dir(tree, step)
     with staging(target) as work:
-        write_model(policy.lm, weights, source, work)
+        merged, adapters = lora.split(weights, tree.trainer.lora)
+        write_model(policy.lm, merged, source, work)
+        if adapters:
+            torch.save(adapters, work / ADAPTERS)
         torch.save(optim, work / "optimizer.pt")
         torch.save(rng, work / "rng.pt")
         note = {"format": FORMAT, "step": step, "world": ranks.world, "seed": tree.run.seed}
@@ -92,7 +103,7 @@ def _prune(folder: Path, keep: Checkpoint) -> None:
 
 
 def restore(tree: RunTree, ranks: Ranks, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Optimizer and RNG state of `step` into this rank; the weights were loaded with the model.
+    """Adapters, optimizer and RNG state of `step` into this rank; other weights were loaded with the model.
 
     RunError when a file is damaged, or when the checkpoint's note is of another format or step.
     """
@@ -100,6 +111,9 @@ def restore(tree: RunTree, ranks: Ranks, step: int, policy: Policy, optimizer: t
     note = _loaded(path / "trainer.json", lambda file: dict(json.loads(file.read_text())))
     if (note.get("format"), note.get("step")) != (FORMAT, step):
         raise RunError(f"{path} cannot be resumed: it says {note}, expected format {FORMAT} and step {step}")
+    if tree.trainer.lora is not None:
+        adapters = {f"lm.{name}": value for name, value in _loaded(path / ADAPTERS, _tensors).items()}
+        set_model_state_dict(policy, adapters, options=StateDictOptions(full_state_dict=True, strict=False))
     optim = _loaded(path / "optimizer.pt", _tensors)
     set_optimizer_state_dict(policy, optimizer, optim_state_dict=optim, options=StateDictOptions(full_state_dict=True))
     rng = _loaded(path / "rng.pt", _tensors)

@@ -2,7 +2,8 @@
 
 A micro batch stays one packed row plus lengths until here. Where attention has no varlen form (CPU) the body gets one
 right-padded row per sequence without an attention mask: causality alone then keeps sequences apart, in every family.
-With flash attention it gets the packed row and its restarting positions. Called by `step` in a trainer rank.
+With flash attention it gets the packed row and its restarting positions; in a context-parallel group, this rank's part
+of that row. Called by `step` in a trainer rank.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from shmrl.config import RunTree, Sampling
 from shmrl.errors import RunError
+from shmrl.trainer.context import ContextParallel
+from shmrl.trainer.fold import Fold, part, whole
 from shmrl.trainer.logprobs import KeptSets
 from shmrl.trainer.replay import RouterReplay
 from shmrl.types import MicroBatch, Sample
@@ -32,6 +35,7 @@ class ModelInputs:
         labels: int64 [S]; temperature: float32 [S].
         head_ids: int64 [S, K] or None. kept: the sampler's kept sets, or None.
         routes: int64 [rows * columns, layers, top_k] or None (every router chooses for itself).
+        visible: bool [columns, keys of the context-parallel group] or None (whole sequences, causal).
     """
 
     tokens: Tensor
@@ -42,6 +46,7 @@ class ModelInputs:
     head_ids: Tensor | None = None
     kept: KeptSets | None = None
     routes: Tensor | None = None
+    visible: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,51 +65,31 @@ class LossArrays:
     head_logprobs: Tensor | None = None
 
 
-class Fold:
-    """Where each packed position goes: `index` int64 [rows, columns] (-1 = fold padding)."""
-
-    def __init__(self, seq_lens: tuple[int, ...], packed: bool = False) -> None:
-        lens = np.asarray(seq_lens, dtype=np.int64)
-        self.starts = np.concatenate([[0], np.cumsum(lens)])[:-1]
-        self.sequence = np.repeat(np.arange(len(lens)), lens)  # of each packed position
-        column = np.arange(int(lens.sum())) - self.starts[self.sequence]
-        self.positions: NDArray[np.int64] | None = None
-        if packed:
-            self.index = np.arange(len(column))[None]
-            self.positions = column[None]
-            self._flat = np.arange(len(column))
-            return
-        columns = np.arange(int(lens.max()))
-        self.index = np.where(columns < lens[:, None], self.starts[:, None] + columns, -1)
-        self._flat = self.sequence * len(columns) + column
-
-    def predictors(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Flat index of the hidden state that predicts each of these packed positions: the one before it."""
-        first = np.flatnonzero(np.isin(positions, self.starts))
-        if first.size:
-            raise RunError(
-                f"sequence {self.sequence[positions[first[0]]]} has loss on its first token, which nothing predicts"
-            )
-        return self._flat[positions] - 1
-
-    def spread(self, values: NDArray[Any], fill: int) -> NDArray[Any]:
-        """Rows of packed `values` in fold order, [rows, columns, ...]."""
-        out = values[np.maximum(self.index, 0)]
-        out[self.index < 0] = fill
-        return out
-
-
 class InputBuilder:
     """Turns assembled micro batches into tensors, and refuses a sample that lacks what the run declares.
 
-    `packed` says whether the model's attention keeps packed sequences apart. `replay` is the model's, or None.
+    `packed` says whether the model's attention keeps packed sequences apart. `replay` is the model's, or None;
+    `context` is the rank's context-parallel group, or None.
     """
 
-    def __init__(self, tree: RunTree, replay: RouterReplay | None, device: torch.device, packed: bool) -> None:
-        self._replay, self._device, self._packed = replay, device, packed
+    def __init__(
+        self,
+        tree: RunTree,
+        replay: RouterReplay | None,
+        device: torch.device,
+        packed: bool,
+        context: ContextParallel | None = None,
+    ) -> None:
+        self._replay, self._device, self._packed, self._context = replay, device, packed, context
         self._sampling = {source.name: source.sampling for source in tree.orchestrator.train.source}
         self._sampling_replay = tree.trainer.sampling_replay
         self._head = bool(tree.trainer.head)
+
+    def fold(self, micro_batch: MicroBatch) -> Fold:
+        """What this rank reads and feeds of a micro batch. A dummy is fed whole, by every rank of a group."""
+        if self._context is not None and micro_batch.samples:
+            return part(micro_batch.seq_lens, self._context.size, self._context.rank)
+        return whole(micro_batch.seq_lens or (micro_batch.num_tokens,), self._packed)
 
     def build(self, micro_batch: MicroBatch, batch: Any, *, supervised: bool = False) -> tuple[ModelInputs, LossArrays]:
         """Both halves of one micro batch; `supervised` (warm-up) tokens carry no captured fields.
@@ -112,7 +97,7 @@ class InputBuilder:
         RunError names field and source of a sample that misses what the run declared.
         """
         at = np.flatnonzero(np.asarray(batch.loss_mask, dtype=bool)).astype(np.int64)
-        fold = Fold(micro_batch.seq_lens or (micro_batch.num_tokens,), self._packed)
+        fold = self.fold(micro_batch)
         owner = fold.sequence[at]
         tokens = np.asarray(batch.tokens).astype(np.int64)
         if not supervised:
@@ -127,6 +112,7 @@ class InputBuilder:
             head_ids=head_ids,
             kept=None if supervised else self._kept(micro_batch.samples, batch, at, owner),
             routes=None if supervised else self._routes(batch, fold),
+            visible=None if fold.visible is None else self._put(fold.visible),
         )
         weights = [s.weight * (1.0 if supervised else s.advantage) for s in micro_batch.samples]
         advantages = np.array(weights, dtype=np.float32)

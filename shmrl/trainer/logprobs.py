@@ -107,7 +107,8 @@ class _Chunked(torch.autograd.Function):
         hidden, weight, picks, kept_ids, kept_counts, scale, norm, excluded = ctx.saved_tensors
         grad_out = grads[0].masked_fill(excluded, 0.0)  # an excluded id has probability 0: it moves nothing
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        trained = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros(weight.shape if trained else (), dtype=torch.float32, device=weight.device)
         ends = ctx.ends
         for a in range(0, hidden.shape[0], ctx.chunk):
             b = min(a + ctx.chunk, hidden.shape[0])
@@ -118,8 +119,9 @@ class _Chunked(torch.autograd.Function):
             d.scatter_add_(1, picks[a:b], grad_out[a:b])
             d.mul_(scale[a:b, None])
             grad_hidden[a:b] = d.to(hidden.dtype) @ weight.to(hidden.dtype)
-            grad_weight += d.t() @ hidden[a:b].float()
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+            if trained:
+                grad_weight += d.t() @ hidden[a:b].float()
+        return grad_hidden, grad_weight.to(weight.dtype) if trained else None, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from shmrl.config.tables import Trainer
 from shmrl.errors import RunError
 from shmrl.node.host import read_token, require_arena
 from shmrl.payload import micro_batches_from_wire
-from shmrl.trainer import checkpoint, weights
+from shmrl.trainer import checkpoint, lora, weights
 from shmrl.trainer.link import OrchestratorLink
-from shmrl.trainer.models import load_policy
+from shmrl.trainer.models import prepare
 from shmrl.trainer.parallel import Ranks, full_state
 from shmrl.trainer.step import Stepper
 from shmrl.types import MicroBatch
@@ -58,10 +58,9 @@ class RankLoop:
         self._pinned = Pinned(arena) if ranks.device.type == "cuda" else None
         self.step = (latest_checkpoint(tree.run.output_dir) or 0) if resume else 0
         self._source = tree.initial_weights  # of tokenizer files: a checkpoint may be pruned while this rank lives
-        start = checkpoint.checkpoint_dir(tree, self.step) if self.step else tree.initial_weights
-        self._policy = load_policy(tree, start, ranks.device)
-        bfloat16 = tree.trainer.precision == "bfloat16"
-        module = ranks.wrap(self._policy, fsdp=tree.trainer.fsdp, bfloat16=bfloat16)
+        frozen = tree.trainer.lora is not None  # the model itself; a checkpoint's has the adapters merged in
+        start = checkpoint.checkpoint_dir(tree, self.step) if self.step and not frozen else tree.initial_weights
+        self._policy, module = prepare(tree, ranks, start)
         self._warmed = False
         self._stepper = Stepper(tree, ranks, arena, self._policy, module, self._new_optimizer())
         if self.step:
@@ -77,9 +76,8 @@ class RankLoop:
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         o = self._tree.trainer.optimizer
-        return torch.optim.AdamW(
-            self._policy.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, foreach=True
-        )
+        trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, foreach=True)
 
     def serve(self) -> None:
         """Answer messages until `finish`."""
@@ -151,10 +149,11 @@ class RankLoop:
 
     def _publish(self) -> Path:
         """Write the current version on rank 0; every rank takes part in gathering it."""
-        state = full_state(self._policy.lm)
+        state = full_state(self._policy.lm, keep=self._ranks.rank == 0)
         if self._ranks.rank:
             return self._tree.published_dir(self.step)
-        return weights.publish(self._tree, self.step, self._policy.lm, state, self._source)
+        merged, _ = lora.split(state, self._tree.trainer.lora)
+        return weights.publish(self._tree, self.step, self._policy.lm, merged, self._source)
 
     def _save(self) -> None:
         """Checkpoint the current step, once; step 0 is where every run starts anyway."""
@@ -166,7 +165,7 @@ class RankLoop:
             self._ranks,
             self.step,
             self._policy,
-            full_state(self._policy.lm),
+            full_state(self._policy.lm, keep=self._ranks.rank == 0),
             self._stepper.optimizer,
             self._state,
             self._source,

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shmrl.config.tables import Trainer
 from shmrl.trainer.policy import Policy
 
 
@@ -47,7 +48,8 @@ class Ranks:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(self.device)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"  # the former: offloaded gradients
+        self._host_shards = False
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
@@ -59,13 +61,13 @@ class Ranks:
         dist.barrier()
         dist.destroy_process_group()
 
-    def wrap(self, policy: Policy, *, fsdp: bool, bfloat16: bool = False) -> nn.Module:
+    def wrap(self, policy: Policy, config: Trainer) -> nn.Module:
         """The module to call: sharded by decoder layer, replicated, or (a world of one without fsdp) the policy itself.
 
         Build the optimizer afterwards: sharding replaces the parameters.
         """
-        if fsdp:
-            return self._shard(policy, bfloat16)
+        if config.fsdp:
+            return self._shard(policy, config)
         if self.world == 1:
             return policy
         buffers = [name for name, _ in policy.named_buffers()]  # every rank has loaded the same ones, and none changes
@@ -73,13 +75,39 @@ class Ranks:
         ddp._set_params_and_buffers_to_ignore_for_model(policy, buffers)
         return DistributedDataParallel(policy)
 
-    @staticmethod
-    def _shard(policy: Policy, bfloat16: bool) -> nn.Module:
-        cast = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else MixedPrecisionPolicy()
+    def _shard(self, policy: Policy, config: Trainer) -> nn.Module:
+        """Computes in bfloat16 where asked, reduces gradients in float32; offloaded shards live in host memory."""
+        bfloat16 = config.precision == "bfloat16"
+        options: dict[str, Any] = {
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else MixedPrecisionPolicy()
+        }
+        if config.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         for layer in policy.lm.get_decoder().layers:
-            fully_shard(layer, mp_policy=cast)
-        fully_shard(policy, mp_policy=cast)
+            fully_shard(layer, **options)
+        fully_shard(policy, **options)
+        self._host_shards = config.cpu_offload
         return policy
+
+    @torch.no_grad()
+    def scatter(self, policy: Policy, full: Policy | None) -> None:
+        """Give a sharded policy without memory (device meta) the values of `full`, which rank 0 alone holds.
+
+        A tensor at a time, so that no rank but rank 0 ever has the whole. A collective.
+        """
+        policy.to_empty(device="cpu" if self._host_shards else self.device)
+        for name, parameter in policy.named_parameters():
+            assert isinstance(parameter, DTensor)
+            source = torch.empty(parameter.shape, device=self.device) if full is None else full.get_parameter(name)
+            placed = source.detach().to(self.device)
+            shard = distribute_tensor(placed, parameter.device_mesh, parameter.placements).to_local()
+            parameter.to_local().copy_(shard)
+        for name, buffer in list(policy.named_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            value = torch.empty_like(buffer, device=self.device) if full is None else full.get_buffer(name)
+            value = value.to(self.device).contiguous()
+            dist.broadcast(value, 0)
+            policy.get_submodule(owner)._buffers[leaf] = value
 
     def sum(self, values: Tensor) -> Tensor:
         """The element-wise sum over all ranks, in place."""
@@ -119,10 +147,14 @@ def clip_gradients(module: nn.Module, limit: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def full_state(lm: nn.Module) -> dict[str, Tensor]:
-    """The language model's whole state dict on the host. A collective when sharded: call on every rank."""
+def full_state(lm: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+    """The language model's whole state dict in host memory. A collective when sharded: call on every rank.
+
+    keep = False takes part only, a tensor at a time, and gives an empty one: a rank that writes nothing needs none.
+    """
     state = {}
     for name, tensor in lm.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        state[name] = whole.detach().cpu()
+        if keep:
+            state[name] = whole.detach().cpu()
     return state

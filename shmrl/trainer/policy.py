@@ -6,10 +6,13 @@ One root forward because FSDP gathers the head's weight only inside it. Built by
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
+from shmrl.trainer.context import ContextParallel
 from shmrl.trainer.inputs import ModelInputs
 from shmrl.trainer.logprobs import TokenLogprobs, token_logprobs
 from shmrl.trainer.replay import RouterReplay
@@ -20,13 +23,32 @@ class Policy(nn.Module):
 
     Attributes:
         lm: the transformers model. replay: its router hooks, or None.
+        context: its context-parallel group, or None.
         packed: its attention keeps packed sequences apart (flash attention); otherwise it is fed one row per sequence.
     """
 
-    def __init__(self, lm: Any, *, replay: RouterReplay | None = None, chunk: int = 256, packed: bool = False) -> None:
+    def __init__(
+        self,
+        lm: Any,
+        *,
+        replay: RouterReplay | None = None,
+        context: ContextParallel | None = None,
+        chunk: int = 256,
+        packed: bool = False,
+    ) -> None:
         super().__init__()
         self.lm = lm
-        self.replay, self.packed, self._chunk = replay, packed, chunk
+        self.replay, self.context, self.packed, self._chunk = replay, context, packed, chunk
+
+    @contextmanager
+    def prepared(self, x: ModelInputs) -> Iterator[None]:
+        """Around forward and backward of `x`: what routers and attention layers take from it besides their inputs."""
+        with ExitStack() as stack:
+            if self.replay is not None:
+                stack.enter_context(self.replay.routes(x.routes))
+            if self.context is not None:
+                stack.enter_context(self.context.share(x.visible))
+            yield
 
     def forward(self, x: ModelInputs) -> TokenLogprobs:
         """Log-probabilities and entropy at the S loss positions; S may be 0 (gradients are then zeros)."""

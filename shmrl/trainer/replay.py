@@ -157,7 +157,12 @@ def _routers(model: nn.Module) -> Iterator[tuple[int, Any]]:
 
 @torch.no_grad()
 def _check(layer: int, router: Any) -> None:
-    """The router's own choice through the table must give the router's own weights, or the class has changed."""
+    """The router's own choice through the table must give the router's own weights, or the class has changed.
+
+    One without memory yet (device meta) is a copy of one that rank 0 has checked.
+    """
+    if router.weight.is_meta:
+        return
     generator = torch.Generator().manual_seed(layer)
     weight = router.weight
     hidden = torch.randn(16, weight.shape[1], generator=generator).to(weight.device, weight.dtype)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,6 +20,7 @@ from shmrl.arena import Arena
 from shmrl.config import RunTree
 from shmrl.errors import ChecksumError, LostPayload, RunError, StaleHandle
 from shmrl.payload import TensorBatch, assemble
+from shmrl.trainer.fold import Fold
 from shmrl.trainer.inputs import InputBuilder, LossArrays
 from shmrl.trainer.logprobs import TokenLogprobs
 from shmrl.trainer.losses import LossFn, LossInputs, LossOutput, make_loss, mismatch_kl, supervised
@@ -63,7 +64,8 @@ class Stepper:
         self._tree, self._ranks, self._arena = tree, ranks, arena
         self._policy, self._module = policy, module
         self._loss: LossFn = make_loss(tree.trainer.loss)
-        self._builder = InputBuilder(tree, policy.replay, ranks.device, policy.packed)
+        self._builder = InputBuilder(tree, policy.replay, ranks.device, policy.packed, policy.context)
+        self._group_size = tree.trainer.context_parallel
         self._staging: dict[int, TensorBatch] = {}  # by index in the step: buffers are reused from step to step
 
     def run(self, step: int, micro_batches: list[MicroBatch], *, lr: float, warmup: bool = False) -> dict[str, float]:
@@ -91,18 +93,18 @@ class Stepper:
         """Read every micro batch, then agree: which are lost anywhere, and how many loss tokens remain everywhere."""
         share = _Share()
         mine = torch.zeros(2, len(micro_batches), dtype=torch.int64)  # lost, loss tokens
+        dummy = MicroBatch((), padding=1)
         for index, micro_batch in enumerate(micro_batches):
             batch = self._read(index, micro_batch, share)
-            mine[0, index] = batch is None
-            if batch is None:
-                micro_batch = MicroBatch((), padding=1)
-                batch = assemble(self._arena, micro_batch)
-            mine[1, index] = int(batch.loss_mask.sum())
-            share.work.append((micro_batch, batch))
+            mine[:, index] = torch.tensor([1, 0] if batch is None else [0, int(batch.loss_mask.sum())])
+            share.work.append((micro_batch, batch or assemble(self._arena, dummy)))
         everywhere = torch.zeros(self._ranks.world, *mine.shape, dtype=torch.int64)
         everywhere[self._ranks.rank] = mine
-        everywhere = self._ranks.sum(everywhere)
-        share.lost, share.global_tokens = int(everywhere[:, 0].sum()), int(everywhere[:, 1].sum())
+        groups = self._ranks.sum(everywhere).view(-1, self._group_size, *mine.shape)  # [groups, ranks of one, ...]
+        lost = groups[:, :, 0].amax(1)
+        for index in lost[self._ranks.rank // self._group_size].nonzero().flatten().tolist():
+            share.work[index] = dummy, assemble(self._arena, dummy)
+        share.lost, share.global_tokens = int(lost.sum()), int((groups[:, :, 1].sum(1) * (1 - lost)).sum())
         if share.global_tokens == 0:
             raise RunError(f"step {step}: no loss token can be read ({share.lost} micro batches are lost)")
         return share
@@ -110,12 +112,13 @@ class Stepper:
     def _read(self, index: int, micro_batch: MicroBatch, share: _Share) -> TensorBatch | None:
         """One micro batch into its staging buffers; None when a block of it is lost."""
         began = time.monotonic()
-        replay = self._policy.replay
+        replay, fold = self._policy.replay, self._builder.fold(micro_batch)
         try:
             batch = assemble(
                 self._arena,
                 micro_batch,
                 out=self._staging.get(index),
+                tokens=fold.ranges,
                 layers=replay.layers if replay is not None and micro_batch.samples else None,
                 verify=self._tree.arena.verify,
             )
@@ -123,14 +126,17 @@ class Stepper:
             log.error("micro batch %d is dropped: %s", index, error)
             return None
         self._staging[index] = batch
+        if fold.foreign is not None:
+            batch.loss_mask[fold.foreign] = False
         took = time.monotonic() - began
         if micro_batch.samples:
             share.fetch_max_s = max(share.fetch_max_s, took)
             share.sums["fetch_s"] += took
             share.sums["fetches"] += 1
-        share.sums["bytes"] += sum(handle.nbytes for handle in micro_batch.handles)
-        share.sums["tokens"] += sum(micro_batch.seq_lens)
-        share.sums["unrouted"] += _unrouted(micro_batch, batch)
+            share.sums["tokens"] += np.count_nonzero(fold.index >= 0)
+        if self._ranks.rank % self._group_size == 0:  # the others read parts of the same blocks
+            share.sums["bytes"] += sum(handle.nbytes for handle in micro_batch.handles)
+        share.sums["unrouted"] += _unrouted(fold, batch)
         return batch
 
     # --------------------------------------------------------------------------------------------------------- train
@@ -139,8 +145,7 @@ class Stepper:
         """Forward and backward of one micro batch; a dummy runs both with a loss of zero, for the collectives."""
         micro_batch, batch = share.work[index]
         inputs, arrays = self._builder.build(micro_batch, batch, supervised=warmup)
-        replay = self._policy.replay
-        with replay.routes(inputs.routes) if replay is not None else nullcontext():
+        with self._policy.prepared(inputs):
             with precision(self._tree, self._ranks.device):
                 out: TokenLogprobs = self._module(inputs)
             result = self._apply(step, index, micro_batch, batch, out, arrays, warmup)
@@ -206,13 +211,7 @@ class Stepper:
         }
 
 
-def _unrouted(micro_batch: MicroBatch, batch: TensorBatch) -> int:
-    """Fed tokens without a recorded route; a sequence's last token was never fed and does not count."""
+def _unrouted(fold: Fold, batch: TensorBatch) -> int:
+    """Fed tokens without a recorded route; a sequence's last token was never fed to the sampler and does not count."""
     covered: Any = batch.routing_covered
-    if covered is None:
-        return 0
-    missing, first = 0, 0
-    for length in micro_batch.seq_lens:
-        missing += int(length - 1 - covered[first : first + length - 1].sum())
-        first += length
-    return missing
+    return 0 if covered is None else int(np.count_nonzero(fold.routed & ~covered[: len(fold.routed)]))

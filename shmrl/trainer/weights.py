@@ -6,6 +6,7 @@ transformers and the embedded engine load it alike. Called on rank 0 after every
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -25,9 +27,19 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)(\.index\.json)?$")
 _NOTES = {"STABLE", "tiny.json", "trainer.json", "orchestrator.json"}
 
 
-def write_model(lm: Any, state: dict[str, Tensor], source: Path, target: Path) -> None:
-    """Weights and config of `lm` with the values of `state` (live names), plus tokenizer files from `source`."""
-    lm.save_pretrained(target, state_dict=dict(state))  # it empties the dictionary it is given
+def write_model(
+    lm: Any, state: dict[str, Tensor], source: Path, target: Path, dtype: torch.dtype = torch.float32
+) -> None:
+    """Weights and config of `lm` with the values of `state` (live names), plus tokenizer files from `source`.
+
+    Parameters are written as `dtype`; buffers (DeepSeek's correction bias) stay as they are.
+    """
+    parameters = {name for name, _ in lm.named_parameters()}
+    cast = {name: value.to(dtype) if name in parameters else value for name, value in state.items()}
+    lm.save_pretrained(target, state_dict=cast)
+    config = json.loads((target / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")  # what save_pretrained says is the live model's
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in source.iterdir():
         if (
             file.is_file()
@@ -38,14 +50,23 @@ def write_model(lm: Any, state: dict[str, Tensor], source: Path, target: Path) -
             shutil.copyfile(file, target / file.name)
 
 
+def stored_dtype(source: Path) -> torch.dtype:
+    """What the checkpoint in `source` says its weights are: engines expect new versions in the same; else float32."""
+    config = json.loads((source / "config.json").read_text())
+    config = config.get("text_config", config)
+    return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")  # type: ignore[no-any-return]
+
+
 def publish(tree: RunTree, version: int, lm: Any, state: dict[str, Tensor], source: Path) -> Path:
     """Write this version's directory; one that is there keeps its other files and gets the new weights.
+
+    They have the dtype of the model in `source`, where training started; checkpoints are float32.
 
     Readers see either the old files or the new ones, never a part of one.
     """
     target = tree.published_dir(version)
     with staging(target) as work:
-        write_model(lm, state, source, work)
+        write_model(lm, state, source, work, stored_dtype(source))
         if target.exists():
             for file in sorted(work.glob("*.safetensors*")):
                 os.replace(file, target / file.name)

@@ -15,10 +15,10 @@ class Player:
         self.blocks = {}
 
     def put(self, data, tag, checksum):
-        return str(self.arena.put(data, tag=tag, on_full="raise", checksum=checksum))
+        return str(self.arena.put(data, tag=tag, on_full="spill", timeout_s=0, checksum=checksum))
 
     def reserve(self, key, nbytes, tag):
-        self.blocks[key] = self.arena.reserve(nbytes, tag=tag, on_full="raise")
+        self.blocks[key] = self.arena.reserve(nbytes, tag=tag, on_full="spill", timeout_s=0)
 
     def seal(self, key, data, columns, checksum):
         block = self.blocks.pop(key)

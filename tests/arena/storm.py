@@ -7,10 +7,12 @@ Handles are exchanged over plain shared memory, torn writes included: a handle i
 import mmap
 import os
 import random
+import select
 import signal
 import struct
 import sys
 import time
+from contextlib import suppress
 
 from shmrl.arena import Arena, Handle
 from shmrl.errors import AlreadyFreed, ArenaFull, ForeignArena, NotOwner, NotSealed, StaleHandle
@@ -21,8 +23,9 @@ EXPECTED = (StaleHandle, AlreadyFreed, NotOwner, NotSealed, ForeignArena, ArenaF
 
 
 class Worker:
-    def __init__(self, address, board, seed):
+    def __init__(self, address, board, said, seed, on_full):
         self.random = random.Random(seed)
+        self.on_full, self.said = on_full, said
         self.arena = Arena.attach(address, reader=seed % 4)
         self.board = board
         self.views = []
@@ -38,11 +41,11 @@ class Worker:
     def put(self):
         n = self.random.choice(SIZES)
         fill = struct.pack("<Q", n) + bytes([self.random.randrange(256)]) * n
-        self.publish(self.arena.put(fill, tag=f"run/s{self.random.randrange(3)}", timeout_s=0.2, on_full="raise"))
+        self.publish(self.arena.put(fill, tag=f"run/s{self.random.randrange(3)}", timeout_s=0, on_full=self.on_full))
 
     def reserve(self):
-        with self.arena.reserve(self.random.choice(SIZES) + 8, tag="run/r", on_full="raise") as block:
-            n = block.nbytes - 8
+        n = self.random.choice(SIZES)
+        with self.arena.reserve(n + 8, tag="run/r", timeout_s=0, on_full=self.on_full) as block:
             block.buffer[:8] = struct.pack("<Q", n)
             block.buffer[8:] = b"r" * n
             if self.random.random() < 0.8:
@@ -89,34 +92,52 @@ class Worker:
                     self.random.choice(verbs)()
                 except EXPECTED:
                     pass
+                with suppress(BlockingIOError):
+                    os.write(self.said, b".")
             self.recover()
 
 
-def fork_worker(address, board, seed):
+def fork_worker(*args):
     pid = os.fork()
     if pid:
         return pid
     try:
-        Worker(address, board, seed).run()
+        Worker(*args).run()
     except BaseException as error:
         print(f"WORKER {error!r}", flush=True)
     os._exit(4)
 
 
-def storm(address, kills, workers, seed):
-    """Prints one line: "kills=N" or what went wrong."""
+def wait_for_verbs(heard, count):
+    """Until the workers have done so many more: a kill says little where nobody got anything done."""
+    with suppress(BlockingIOError):
+        while os.read(heard, 4096):
+            pass
+    for _ in range(count):
+        assert select.select([heard], [], [], 60)[0], "the workers stand still"
+        os.read(heard, 1)
+
+
+def storm(address, kills, workers, seed, on_full="raise"):
+    """Prints one line: "kills=N" or what went wrong. on_full: of every put and reserve, which wait for nothing."""
     board = mmap.mmap(-1, 32 * CELLS)
+    heard, said = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     rng = random.Random(int(seed))
-    pids = [fork_worker(address, board, rng.randrange(1 << 30)) for _ in range(int(workers))]
+
+    def worker():
+        return fork_worker(address, board, said, rng.randrange(1 << 30), on_full)
+
+    pids = [worker() for _ in range(int(workers))]
     bad = ""
     for _ in range(int(kills)):
-        time.sleep(rng.choice((0.001, 0.005, 0.02)))  # the kills' own randomness: nothing is waited for
+        wait_for_verbs(heard, rng.choice((1, 5, 20)))
+        time.sleep(rng.choice((0, 0.001, 0.005)))  # the kills' own randomness: nothing is waited for
         victim = pids.pop(rng.randrange(len(pids)))
         os.kill(victim, signal.SIGKILL)
         status = os.waitpid(victim, 0)[1]
         if os.WIFEXITED(status):
             bad = f"a worker exited with {os.WEXITSTATUS(status)}"
-        pids.append(fork_worker(address, board, rng.randrange(1 << 30)))
+        pids.append(worker())
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

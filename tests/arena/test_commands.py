@@ -249,6 +249,24 @@ def test_every_table_sums_to_the_arenas_use(arena):
     arena.free(handles)
 
 
+def test_spilled_blocks_are_told_apart(tmp_path):
+    """They take nothing of the arena, so the tables' bytes leave them out; the heads of all views have them."""
+    with Arena.create("1MiB", run_id="run", spill_dir=str(tmp_path)) as arena:
+        handles = [arena.put(bytes(600_000), tag=f"run/s/g/{i}", on_full="spill", timeout_s=0) for i in range(3)]
+        size = "1.1 MiB"
+        assert arena.stats()["spilled_bytes"] == pytest.approx(2 * 600_000, rel=1e-3)
+        (listed,) = commands.ls(arena.address)
+        assert render.ls([listed]).splitlines()[1].split()[-4:] == ["1.0", "MiB", *size.split()]
+        assert f"2 spilled ({size}), 0 waits" in render.stats(commands.stats(arena.address))
+        assert f"3 blocks, 0 orphans, 2 spilled ({size})" in render.top(commands.top(arena.address)).splitlines()[0]
+        rows = list(commands.blocks(arena.address, inspect.Filter(state="spilled")))
+        assert [row["tag"] for row in rows] == ["run/s/g/1", "run/s/g/2"]
+        assert "600000 (640.0 KiB of the arena)" in render.holders(commands.holders(str(handles[0]), arena.address))
+        assert "600000 (in a file)" in render.holders(commands.holders(str(handles[1]), arena.address))
+        arena.free(handles)
+        arena.unlink()
+
+
 def test_blocks_of_old_steps_and_of_the_dead_are_suspects(arena, helper):
     old, new = arena.put(b"x", tag="run/old"), arena.put(b"x", tag="run/new")
     arena.ship(old, readers=1, step=3)
@@ -305,6 +323,18 @@ def test_a_reader_that_leaves_ends_the_listing(arena):
         ["bash", "-c", f"{piped}; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=60
     )
     assert (done.stderr, done.stdout.splitlines()[1]) == ("", "141")
+
+
+def test_names_cannot_write_to_the_terminal():
+    with Arena.create("1MiB", run_id="a\x1b[31m\nb") as arena:
+        handle = arena.put(b"x", tag="run/\x1b[2J/ü\n")
+        at = arena.address
+        for command in (["ls"], ["ls", at], ["stats", at], ["top", at], ["tail", at]):
+            said = shmrl(*command).stdout
+            assert "\\x1b[" in said
+            assert "\x1b" not in said
+        assert r"tag         run/\x1b[2J/ü\n" in shmrl("holders", str(handle)).stdout.splitlines()
+        arena.unlink()
 
 
 def test_a_ctl_cut_short_is_refused(tmp_path):

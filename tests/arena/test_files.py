@@ -142,11 +142,14 @@ def test_bad_addresses(address):
         {"capacity": "1MiB", "backing": "disk"},
         {"capacity": "1MiB", "backing": "file"},
         {"capacity": "1MiB", "spill_dir": "/tmp/none"},
+        {"capacity": "1MiB", "orphan_ttl_s": -1},
+        {"capacity": "1MiB", "orphan_ttl_s": float("nan")},
+        {"capacity": "1MiB", "orphan_ttl_s": float("inf")},
     ],
 )
 def test_bad_arguments_leave_nothing(arguments):
     before = set(os.listdir("/dev/shm"))
-    with pytest.raises(ValueError, match=r"size|capacity|max_processes|backing|spill_dir"):
+    with pytest.raises(ValueError, match=r"size|capacity|max_processes|backing|spill_dir|orphan_ttl_s"):
         Arena.create(**arguments)
     assert set(os.listdir("/dev/shm")) - before == set()
 

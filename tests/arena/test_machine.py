@@ -1,4 +1,7 @@
-"""Random histories of verbs by three processes, any of which may be killed at any time, against a dict."""
+"""Random histories of verbs by three processes, any of which may be killed at any time, against a dict.
+
+The arena is small, so that blocks spill into files at any time, and two sizes always do.
+"""
 
 import builtins
 import os
@@ -11,13 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shmrl import errors
-from shmrl.arena import Arena
+from shmrl.arena import Arena, Handle
 from tests.arena.machine import Block, Model
 from tests.arena.players import nursery
 
 PLAYERS = st.sampled_from("abc")
 TAGS = st.sampled_from(("run/x/1", "run/x/10", "run/y"))
-SIZES = st.sampled_from((0, 1, 255, 300, 4096, 33_000, 65_536, 65_537, 200_000))
+CAPACITY = 1 << 20
+SIZES = st.sampled_from((0, 1, 255, 300, 4096, 33_000, 65_536, 65_537, 200_000, CAPACITY + 1))
+ROWS = st.sampled_from((0, 1, 600, 20_000, CAPACITY // 10 + 1))
 READERS = st.integers(1, 2)
 PICK = st.integers(0, 1 << 20)
 
@@ -48,11 +53,11 @@ class Remote:
 class Machine(RuleBasedStateMachine):
     """`arena` only looks and sweeps; everything else is done by the players."""
 
-    nursery = listener = None  # of the test that runs it
+    nursery = listener = spill_dir = None  # of the test that runs it
 
     def __init__(self):
         super().__init__()
-        self.arena = Arena.create("16MiB", run_id="machine")
+        self.arena = Arena.create(CAPACITY, run_id="machine", spill_dir=self.spill_dir)
         self.model, self.players, self.unsealed = Model(), {}, {}
 
     def player(self, name):
@@ -79,7 +84,7 @@ class Machine(RuleBasedStateMachine):
         handle = self.player(name)("put", data, tag, checked)
         self.model.add(handle, Block(data, tag, name, checked))
 
-    @rule(name=PLAYERS, rows=st.sampled_from((0, 1, 600, 20_000)), tag=TAGS)
+    @rule(name=PLAYERS, rows=ROWS, tag=TAGS)
     def reserve(self, name, rows, tag):
         key = self.model.created
         self.player(name)("reserve", key, 10 * rows + 7, tag)
@@ -208,19 +213,31 @@ class Machine(RuleBasedStateMachine):
         assert stats["blocks"] == len(living) + len(self.unsealed)
         assert stats["created"] == stats["freed"] + stats["blocks"] == self.model.created
         assert stats["used_bytes"] == sum(row["bytes"] for row in stats["by"].values())
-        assert stats["used_bytes"] >= sum(len(block.data) for block in living.values())
+        self.files_are_those_of_spilled_blocks(stats, living)
         assert stats["orphaned"] == sum(block.owner is None and not block.retired for block in living.values())
+
+    def files_are_those_of_spilled_blocks(self, stats, living):
+        """A file for each, and for nothing else; what is in a file takes no space of the arena."""
+        spilled = {row["handle"] for row in self.arena.ls() if "spilled" in row["flags"]}
+        files = {f"{handle.slot}-{handle.generation}" for handle in map(Handle.parse, spilled)}
+        assert {path.name for path in self.spill_dir.glob("*/*")} == files
+        assert stats["spilled"] == len(files)
+        assert all(handle in spilled for handle, block in living.items() if len(block.data) > CAPACITY)
+        inside = sum(len(block.data) for handle, block in living.items() if handle not in spilled)
+        assert CAPACITY >= stats["used_bytes"] >= inside
 
     def teardown(self):
         for one in self.players.values():
             one.kill()
         self.arena.close()
         self.arena.unlink()
+        assert list(self.spill_dir.iterdir()) == []
 
 
 def run(helper, tmp_path, examples, steps):
     with Listener(str(tmp_path / "players"), backlog=8) as listener:
-        Machine.nursery, Machine.listener = helper(nursery), listener
+        Machine.nursery, Machine.listener, Machine.spill_dir = helper(nursery), listener, tmp_path / "spill"
+        Machine.spill_dir.mkdir()
         run_state_machine_as_test(
             Machine,
             settings=settings(

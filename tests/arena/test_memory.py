@@ -258,10 +258,11 @@ def under_limit(ulimit, code):
     ("ulimit", "capacity", "said"),
     [
         ("-v 2097152", 4 << 30, "RLIMIT_AS has .* of 2147483648 .*: ulimit -v unlimited"),
+        ("-v 2097152", 3 << 29, "RLIMIT_AS has .* of 2147483648 .*: ulimit -v unlimited"),
         ("-f 1024", 2 << 20, "RLIMIT_FSIZE has 1048576 bytes .*: ulimit -f unlimited"),
         ("-n 6", 2 << 20, "4 descriptors are needed, RLIMIT_NOFILE is 6, [345] are in use: ulimit -n 1024"),
     ],
-    ids=["address space", "file size", "descriptors"],
+    ids=["address space", "address space with the table", "file size", "descriptors"],
 )
 @pytest.mark.parametrize("backing", ["shm", "memfd"])
 def test_a_limit_of_the_process_is_refused_with_the_command_that_raises_it(ulimit, capacity, said, backing):

@@ -134,7 +134,7 @@ def test_what_a_policy_means_on_a_machine(numa, here, policy):
     assert placement.numa_policy(numa, here) == policy
 
 
-@pytest.mark.parametrize("numa", ["bind:2", "bind:", "bind:x", "bind", "spread"])
+@pytest.mark.parametrize("numa", ["bind:2", "bind:", "bind:x", "bind", "spread", "bind:0-99999999999"])
 def test_what_a_machine_does_not_have_is_refused(numa):
     with pytest.raises(ValueError, match=rf"numa='{numa}': "):
         placement.numa_policy(numa, [0, 1])

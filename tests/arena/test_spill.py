@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmrl.arena import Arena, Handle, unlink
+from shmrl.arena import Arena, Handle, commands, unlink
 from shmrl.arena.inspect import gc, look
 from shmrl.errors import AlreadyFreed, ArenaCorrupt, ArenaFull, ForeignArena, NotSealed, StaleHandle, ViewsAlive
 from tests.arena.test_processes import until, wait_for
@@ -188,6 +188,18 @@ def test_a_full_disk_is_an_error_in_numbers(spilling, tmp_path):
     assert (files(tmp_path), spilling.stats()["blocks"]) == ([], 0)
 
 
+def test_a_full_disk_counts_the_wait_for_memory(spilling, tmp_path):
+    filler = spilling.put(bytes(600_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB // 2, hard))
+    try:
+        with pytest.raises(ArenaFull, match=r"after 0\.[2-9] s"):
+            spilling.put(bytes(600_000), on_full="spill", timeout_s=0.2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (files(tmp_path), spilling.free(filler)) == ([], 1)
+
+
 def test_a_small_file_system(tmp_path):
     """ENOSPC of the disk itself, in a mount namespace of its own: no SIGBUS, nothing left."""
     code = (
@@ -285,6 +297,19 @@ def test_a_wait_ends_in_memory_if_room_comes_in_time(spilling):
     late = spilling.put(bytes(600_000), on_full="spill", timeout_s=30)
     assert spilling.stats()["spilled"] == 0
     spilling.free(late)
+
+
+def test_an_arena_that_spills_beside_its_own_files_is_found_at_its_address(tmp_path):
+    with Arena.create("1MiB", backing="file", base=str(tmp_path), spill_dir=str(tmp_path)) as arena:
+        handle = arena.put(bytes(2 * MIB), on_full="spill", tag="run/s")
+        assert os.path.isdir(arena.address.removeprefix("file:"))
+        assert [row["address"] for row in commands.stats(arena.address)] == [arena.address]
+        assert [one["event"] for one in commands.tail(arena.address)] == ["full", "spill", "seal"]
+        assert commands.holders(str(handle), arena.address)["tag"] == "run/s"
+        assert [row["address"] for row in commands.ls(str(tmp_path))] == [arena.address]
+        arena.free(handle)
+        arena.unlink()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_names_go_with_the_directory(tmp_path):

@@ -101,6 +101,15 @@ def test_a_file_that_is_not_there_is_named_once(tmp_path):
             ("[model.tiny]", "[trainer]\nhead = 65\n[model.tiny]"),
             "head = 65 exceeds the engine's max_logprobs = 64",
         ),
+        (
+            ("[model.tiny]", "[trainer]\nranks = 3\ncontext_parallel = 2\n[model.tiny]"),
+            "3 is not a multiple of context_par",
+        ),
+        (("[model.tiny]", "[trainer]\nfsdp = true\ncpu_offload = true\n[model.tiny]"), "off a CUDA device: set both"),
+        (
+            ("[model.tiny]", "[warmup]\nsteps = 1\n[trainer.lora]\nrank = 2\nalpha = 4\n[model.tiny]"),
+            "[trainer.lora] keeps the model it started from",
+        ),
         (("[model.tiny]", "[trainer.loss]\nscore_centering = true\n[model.tiny]"), "set trainer.head"),
         (("[model.tiny]", '[arena]\ncapacity = "4 apples"\n[model.tiny]'), "not a size: '4 apples'"),
         (
@@ -159,3 +168,12 @@ def test_spilling_needs_its_directory_and_nothing_else_does(tmp_path):
         assert any(rule in problem for problem in problems(tmp_path, GOOD + f"[arena]\n{table}\n"))
     tree = load_run([write(tmp_path, GOOD + "[arena]\non_full = 'spill'\nspill_dir = '/tmp'\n")])
     assert (tree.arena.on_full, str(tree.arena.spill_dir)) == ("spill", "/tmp")
+
+
+def test_writers_that_may_spill_wait_half_a_second_unless_told_otherwise(tmp_path):
+    spill = GOOD + "[arena]\non_full = 'spill'\nspill_dir = '/tmp'\n"
+    assert load_run([write(tmp_path, GOOD)]).arena.timeout_s == 60.0
+    assert load_run([write(tmp_path, spill)]).arena.timeout_s == 0.5
+    assert load_run([write(tmp_path, spill + "timeout_s = 7.0\n")]).arena.timeout_s == 7.0
+    tree = load_run([write(tmp_path, GOOD)], {"arena.on-full": "spill", "arena.spill-dir": "/tmp"})
+    assert tree.arena.timeout_s == 0.5

@@ -45,6 +45,19 @@ def test_a_shipped_block_outlives_its_readers_until_the_step_is_durable(arena, w
     assert ledger.close() == {}
 
 
+def test_a_context_parallel_group_reads_the_same_blocks(arena, worker):
+    ledger = Ledger(arena, num_ranks=4)
+    a, b = sample(worker), sample(worker)
+    ledger.adopt([a, b], "t/a/g/0")
+    ledger.ship([[MicroBatch((a,))], [MicroBatch((b,))]], step=1, readers=2)
+    ledger.report(1)
+    for rank, handles, left in ((0, a.handles, 2), (1, a.handles, 1), (3, b.handles, 1), (2, b.handles, 0)):
+        with Arena.attach(arena.address, reader=rank) as reader:
+            reader.done(handles)
+        assert counts(arena)[0] == left
+    assert ledger.close() == {}
+
+
 def test_a_shared_prefix_is_freed_with_its_last_sample(arena, worker):
     ledger = Ledger(arena, num_ranks=1)
     first = sample(worker, T=10, S=6)

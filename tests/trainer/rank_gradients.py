@@ -1,4 +1,4 @@
-"""Run by test_parallel under torch.distributed.run: one step per mode, its gradients written by rank 0.
+"""Run by test_parallel under torch.distributed.run: five SGD steps per mode, written by rank 0.
 
 Arguments: run tree (TOML), micro batches of every rank (msgpack), directory to write to, modes (ddp, fsdp, ...).
 """
@@ -13,7 +13,7 @@ from shmrl import wire
 from shmrl.arena import Arena
 from shmrl.config import load_run
 from shmrl.payload import micro_batches_from_wire
-from shmrl.trainer.models import load_policy
+from shmrl.trainer.models import prepare
 from shmrl.trainer.parallel import Ranks, leave
 from shmrl.trainer.step import Stepper
 
@@ -22,30 +22,39 @@ MODES = {
     "fsdp": {"fsdp": True},
     "fsdp_checkpointed": {"fsdp": True, "activation_checkpointing": True},
     "fsdp_bfloat16": {"fsdp": True, "precision": "bfloat16"},
+    "fsdp_offloaded": {"fsdp": True, "cpu_offload": True},
     "ddp_bfloat16": {"precision": "bfloat16"},
+    "ddp_context": {"context_parallel": 2},
+    "fsdp_context": {"context_parallel": 2, "fsdp": True},
+    "fsdp_context_checkpointed": {"context_parallel": 2, "fsdp": True, "activation_checkpointing": True},
 }
+STEPS, LR = 5, 0.02
 
 
-class Keep(torch.optim.Optimizer):
-    """Moves nothing; keeps the gradients it was given."""
+class Watched(torch.optim.SGD):
+    """Keeps the gradients of its first step."""
 
     def __init__(self, policy):
-        super().__init__(policy.parameters(), {"lr": 0.0})
-        self.policy, self.gradients = policy, {}
+        super().__init__(policy.parameters(), lr=0.0)
+        self.policy, self.gradients = policy, None
 
     def step(self):
-        for name, parameter in self.policy.named_parameters():
-            grad = parameter.grad
-            self.gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+        if self.gradients is None:
+            self.gradients = whole((name, p.grad) for name, p in self.policy.named_parameters())
+        super().step()
 
 
-def gradients(tree, ranks, arena, micro_batches):
-    """(gradients by parameter, metrics) of one step of this rank's share."""
-    policy = load_policy(tree, tree.initial_weights, ranks.device)
-    module = ranks.wrap(policy, fsdp=tree.trainer.fsdp, bfloat16=tree.trainer.precision == "bfloat16")
-    keep = Keep(policy)
-    metrics = Stepper(tree, ranks, arena, policy, module, keep).run(1, micro_batches, lr=0.0)
-    return keep.gradients, metrics
+def whole(tensors):
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors}
+
+
+def train(tree, ranks, arena, micro_batches):
+    """(gradients and metrics of the first step, parameters after the last) of this rank's share, five times over."""
+    policy, module = prepare(tree, ranks, tree.initial_weights)
+    watched = Watched(policy)
+    stepper = Stepper(tree, ranks, arena, policy, module, watched)
+    metrics = [stepper.run(step, micro_batches, lr=LR) for step in range(1, STEPS + 1)]
+    return watched.gradients, metrics[0], whole(policy.named_parameters())
 
 
 def main(toml, batches, out, *modes):
@@ -55,7 +64,7 @@ def main(toml, batches, out, *modes):
     with Arena.attach(tree.arena.address, reader=ranks.rank) as arena:
         for mode in modes:
             changed = tree.model_copy(update={"trainer": tree.trainer.model_copy(update=MODES[mode])})
-            result = gradients(changed, ranks, arena, mine)
+            result = train(changed, ranks, arena, mine)
             if ranks.rank == 0:
                 torch.save(result, Path(out) / f"{mode}.pt")
     ranks.close()

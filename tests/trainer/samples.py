@@ -16,7 +16,8 @@ def put(arena, branches, *, advantage=lambda index: (-1.0) ** index * (1 + index
 def ship(arena, samples, *, ranks, seq_len=96, step=1, readers=None):
     """Pack samples for `ranks` and ship their blocks to them and to the ledger. -> list of micro batches per rank"""
     packed = pack(samples, seq_len=seq_len, num_ranks=ranks)
-    arena.ship([h for sample in samples for h in sample.handles], readers=readers or 2, step=step)
+    handles = dict.fromkeys(h for sample in samples for h in sample.handles)
+    arena.ship(list(handles), readers=readers or 2, step=step)
     return packed
 
 

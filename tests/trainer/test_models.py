@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shmrl.errors import RunError
-from shmrl.trainer.inputs import Fold
+from shmrl.trainer.fold import whole
 from shmrl.trainer.models import check_packing, load_model, load_policy
 from shmrl.trainer.policy import Policy
 from tests.trainer.families import build
@@ -28,11 +28,11 @@ def test_a_head_that_does_more_than_project_is_found():
 
 
 def test_a_fold_and_its_predictors():
-    fold = Fold((3, 1, 2))
+    fold = whole((3, 1, 2))
     assert fold.index.tolist() == [[0, 1, 2], [3, -1, -1], [4, 5, -1]]
     assert fold.predictors(torch.tensor([1, 2, 5]).numpy()).tolist() == [0, 1, 6]
     assert fold.spread(torch.arange(10, 16).numpy(), 0).tolist() == [[10, 11, 12], [13, 0, 0], [14, 15, 0]]
-    packed = Fold((3, 1, 2), packed=True)
+    packed = whole((3, 1, 2), packed=True)
     assert packed.positions.tolist() == [[0, 1, 2, 0, 0, 1]]
     assert packed.predictors(torch.tensor([1, 2, 5]).numpy()).tolist() == [0, 1, 4]
     with pytest.raises(RunError, match="sequence 1 has loss on its first token"):

@@ -1,9 +1,11 @@
 """Published weights: what anyone loads equals what is trained, files appear whole, old versions go."""
 
+import json
 import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shmrl.errors import RunError
@@ -29,6 +31,22 @@ def test_what_is_published_loads_equal(family, tmp_path):
     assert all(torch.equal(loaded[name], state[name]) for name in state)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(tmp_path / "out"))
     assert not (tmp_path / "out" / "old.safetensors").exists()
+
+
+def test_versions_have_the_dtype_of_the_model_they_started_from(make_tree, model_dir, tmp_path):
+    source = tmp_path / "bfloat16"
+    AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).save_pretrained(source)
+    lm = build("deepseek_v3")
+    state = full_state(lm)
+    published = weights.publish(make_tree(), 1, lm, state, source)
+    stored = load_file(published / "model.safetensors")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert {name: t.dtype for name, t in stored.items() if t.dtype != torch.bfloat16} == {bias: torch.float32}
+    assert json.loads((published / "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(published).dtype == torch.bfloat16
+    assert state["lm_head.weight"].dtype == torch.float32
+    weights.write_model(lm, state, source, tmp_path / "checkpoint")
+    assert {t.dtype for t in load_file(tmp_path / "checkpoint" / "model.safetensors").values()} == {torch.float32}
 
 
 def test_a_directory_that_is_there_gets_new_weights_in_one_move(make_tree, model_dir):
