@@ -102,7 +102,8 @@ class Arena(Core):
 
     @classmethod
     def attach(cls, address: str, reader: int | None = None) -> Arena:
-        """Attaches this process; recovers what dead ones left. reader: stable index (the rank) for done(), 0 to 255.
+        """Attaches this process; recovers what dead ones left. reader: stable index (the rank) for done(), 0 to 255;
+        None: this process's slot, which is another one after a restart.
 
         Errors: ForeignArena (no such arena here, another uid or boot), TooManyProcesses, ArenaCorrupt, ValueError.
         """
@@ -232,6 +233,7 @@ class Arena(Core):
         top = sorted(groups["holder"].items(), key=lambda item: -item[1][1])[:5]
         held = ", ".join(self._held(key, *row, processes) for key, row in top)
         refused = f"; it cannot grow: {self._refused[1]}" if self._refused else ""
+        refused += "; no wait helps: the block is larger than the arena" if nbytes > stats["capacity_bytes"] else ""
         refused += self._spill_room(stats)
         if (mine := self._share(tag)) is not None:
             refused += f"; {words.refusal(shares, *mine)}"

@@ -25,23 +25,14 @@ def ls(rows: list[Row]) -> str:
     """A table, one line per arena; why, below, for those that could not be read."""
     if not rows:
         return f"no arenas of uid {os.geteuid()} in /dev/shm or open in a process"
-    lines = [("ADDRESS", "STATE", "RUN", "PROCESSES", "BLOCKS", "USED", "CAPACITY")]
+    lines = [("ADDRESS", "STATE", "RUN", "PROCESSES", "BLOCKS", "USED", "CAPACITY", "SPILLED")]
     for row in rows:
         if "error" in row:
-            lines.append((row["address"], row["state"], "", "", "", "", ""))
+            lines.append((row["address"], row["state"], "", "", "", "", "", ""))
             continue
-        used, capacity = human(row["used_bytes"]), human(row["capacity_bytes"])
-        lines.append(
-            (
-                row["address"],
-                row["state"],
-                _plain(row["run_id"]),
-                str(row["processes"]),
-                str(row["blocks"]),
-                used,
-                capacity,
-            )
-        )
+        sizes = (human(row[f"{key}_bytes"]) for key in ("used", "capacity", "spilled"))
+        counts = (str(row["processes"]), str(row["blocks"]))
+        lines.append((row["address"], row["state"], _plain(row["run_id"]), *counts, *sizes))
     return "\n".join([_table(lines), *(f"  {row['error']}" for row in rows if "error" in row)])
 
 
@@ -56,12 +47,11 @@ def blocks(rows: Iterable[Row], limit: int | None) -> Iterator[str]:
 
 
 def _block(row: Row) -> str:
-    state = " ".join([row["state"], *row["flags"]])
     step = "-" if row["step"] is None else str(row["step"])
     nbytes = human(row["span_bytes"] or row["nbytes"])
     return _BLOCK.format(
         nbytes,
-        state,
+        _state(row),
         step,
         _age(row["age_s"]),
         _plain(row["owner"] or "orphan"),
@@ -82,7 +72,7 @@ def _stats(row: Row) -> str:
         f"  {row['blocks']} blocks, {used} used (peak {human(row['peak_bytes'])}) of {committed} committed, "
         f"{capacity} capacity",
         f"  {row['created']} created, {row['freed']} freed, {row['orphaned']} orphaned, "
-        f"{row['spilled']} spilled, {row['waits']} waits",
+        f"{row['spilled']} spilled ({human(row['spilled_bytes'])}), {row['waits']} waits",
     ]
     lines += [f"  {'alive' if p['alive'] else 'DEAD '} {p['pid']:>8}  {_plain(p['name'])}" for p in row["attached"]]
     for by in table.BY:
@@ -105,9 +95,11 @@ def top(rows: list[Row]) -> str:
 def _top(row: Row) -> str:
     used, committed, capacity = (row[f"{key}_bytes"] for key in ("used", "committed", "capacity"))
     step = "" if row["newest_step"] is None else f", step {row['newest_step']}"
+    spilled = f", {row['spilled']} spilled ({human(row['spilled_bytes'])})" if row["spilled"] else ""
     lines = [
         f"{row['address']}  run {_plain(row['run_id'])}  {human(used)} ({100 * used / capacity:.1f}%) of "
-        f"{human(capacity)} used, {human(committed)} committed, {row['blocks']} blocks, {row['orphaned']} orphans{step}"
+        f"{human(capacity)} used, {human(committed)} committed, {row['blocks']} blocks, {row['orphaned']} orphans"
+        f"{spilled}{step}"
     ]
     if row["waiting"]:
         lines.append(f"  {row['waiting']} processes wait for space, the first for {_age(row['oldest_wait_s'])}")
@@ -124,7 +116,7 @@ def _top(row: Row) -> str:
         lines += _section((by.upper(), "BYTES", "BLOCKS", *_SHARES[shared]), groups)
     for which in ("largest", "oldest"):
         found = [
-            (*_sized(one), one["state"], _plain(one["owner"] or "orphan"), _age(one["age_s"])) for one in row[which]
+            (*_sized(one), _state(one), _plain(one["owner"] or "orphan"), _age(one["age_s"])) for one in row[which]
         ]
         lines += _section((which.upper(), "BYTES", "STATE", "OWNER", "AGE"), found)
     return "\n".join(lines)
@@ -163,11 +155,12 @@ def holders(row: Row) -> str:
         return _plain(name) + ("" if name in row["alive"] else ", DEAD")
 
     done = ", ".join(map(str, row["done"])) or "none"
+    where = "in a file" if "spilled" in row["flags"] else f"{human(row['span_bytes'])} of the arena"
     facts = (
         ("block", f"{row['slot']} generation {row['generation']} of {row['address']}"),
-        ("state", " ".join([row["state"], *row["flags"]])),
+        ("state", _state(row)),
         ("tag", _plain(row["tag"] or "-")),
-        ("bytes", f"{row['nbytes']} ({human(row['span_bytes'])} of the arena)"),
+        ("bytes", f"{row['nbytes']} ({where})"),
         ("age", _age(row["age_s"])),
         ("owner", "nobody: an orphan" if row["owner"] is None else life(row["owner"])),
         ("read by", "; ".join(life(name) for name in row["held_by"]) or "nobody"),
@@ -212,6 +205,10 @@ def gc(result: Row) -> str:
 def _plain(text: str) -> str:
     """What some process called itself or its block, on one line and harmless to a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _state(row: Row) -> str:
+    return " ".join([row["state"], *row["flags"]])
 
 
 def _age(seconds: float) -> str:

@@ -22,6 +22,7 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PROCESS_SLOTS = 256  # of an arena
 LONGEST_TAG = 112  # bytes of a block's tag
+SPILL_AFTER_S = 0.5  # arena.timeout_s where writers may spill
 
 
 class Table(BaseModel):
@@ -105,8 +106,10 @@ class ArenaConfig(Table):
     backing: "shm" (/dev/shm), "memfd" (no mount, gone with the last process), "file" in the directory `base`, for
     example of a tmpfs mounted with huge=. huge_pages: "auto" takes what mount or shmem_enabled give, "always" asks the
     kernel for each step and refuses to start without. numa: "interleave" over the nodes, or "bind:0-1,3". on_full:
-    "spill" puts what finds no room within timeout_s into files under spill_dir, a directory of a local disk. shares:
-    what sources can count on, fractions of the capacity (0.5) or sizes ("2GiB"); beyond it they borrow what is idle.
+    "spill" puts what finds no room within timeout_s into files under spill_dir, a directory of a local disk. timeout_s
+    is 60, or 0.5 with "spill": a file costs less than a long wait, and groups are held back while room is to come.
+    shares: what sources can count on, fractions of the capacity (0.5) or sizes ("2GiB"); beyond it they borrow what
+    is idle.
     """
 
     address: str | None = None
@@ -123,6 +126,12 @@ class ArenaConfig(Table):
     preallocate: bool = False
     orphan_ttl_s: Annotated[float, Field(gt=0)] = 600.0
     shares: dict[str, float | int | str] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spills_soon(cls, given: Any) -> Any:
+        spills = isinstance(given, dict) and given.get("on_full") == "spill"
+        return {"timeout_s": SPILL_AFTER_S, **given} if spills else given
 
     @model_validator(mode="after")
     def _capacity(self) -> ArenaConfig:

@@ -1,7 +1,8 @@
 """`EnvClient`: an env server as the orchestrator sees it. One connection, one reader task, one future per request.
 
 Runs in the orchestrator's event loop (or an embedder's). Cancelling the awaiting task cancels the episode on the
-server. A server that exits is noticed by its connection's end: every open request fails, nothing waits for ever.
+server. A server that exits or freezes is noticed by its connection's end: every open request fails, nothing waits for
+ever.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from shmrl.env.protocol import episode_from_wire, raise_error, task_from_wire, task_to_wire
+from shmrl.env.protocol import episode_from_wire, notice_silence, raise_error, task_from_wire, task_to_wire
 from shmrl.errors import ProtocolError, ServerDied, TasksetError
 from shmrl.types import EpisodeResult, Task
 from shmrl.wire import pack, unpack
@@ -60,6 +61,7 @@ class EnvClient:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 0)
+        notice_silence(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._lost = None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
@@ -201,7 +203,7 @@ class EnvClient:
         while True:
             parse_monitor_message(await self._monitor.recv_multipart())
             await asyncio.sleep(DRAIN_S)
-            self._give_up("the server exited, or its connection broke")
+            self._give_up("the server exited, was silent for too long, or its connection broke")
 
     def _give_up(self, why: str) -> None:
         self._lost = why

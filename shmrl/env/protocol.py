@@ -3,6 +3,7 @@
 ZMQ, client -> server [request id, method, msgpack map], server -> client [request id, msgpack map]. The first message
 of a connection is `hello {token}`. Every request gets exactly one reply, a cancelled one too. A reply has `success`,
 and `error {type, message, chain}` where it failed. Never an array: samples travel as references (`payload.wireform`).
+Both ends send ZMQ's heartbeats: a peer that is silent for SILENCE_MS is gone, and until then nothing is lost.
 
     health {wait}             facts of the pool (see server.py); wait=True: once a worker is ready
     info {}                   name, env_id, split, arena, node, fields, demonstrates, scores_groups,
@@ -18,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import zmq
+
 from shmrl import errors
 from shmrl.errors import EnvError, ProtocolError
 from shmrl.payload.wireform import sample_from_wire, sample_to_wire
@@ -26,11 +29,20 @@ from shmrl.wire import pack, unpack
 
 METHODS = ("hello", "health", "info", "tasks", "run_rollout", "run_group", "cancel")
 MAX_TASKS = 1024
+PING_MS, SILENCE_MS = 5_000, 60_000
+"""How often each end asks whether the other is there, and after what silence the connection ends."""
 KEEPS = ("train", "eval", "warmup")
 FIELDS = ("routing", "head", "mask")
 _EPISODE = (
     "task_id", "reward", "rewards", "metrics", "stop_reason", "num_turns", "num_tokens", "version_start", "version_end",
 )  # fmt: skip
+
+
+def notice_silence(socket: zmq.Socket[Any]) -> None:
+    """Before bind or connect: a peer that is frozen, or behind a cut cable, ends the connection, as a dead one does.
+    Threads of ZMQ ask and answer, so that a busy interpreter is no silence."""
+    socket.set(zmq.HEARTBEAT_IVL, PING_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
 
 
 def parse_request(frames: Sequence[bytes]) -> tuple[bytes, str, dict[str, Any]]:

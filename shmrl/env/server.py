@@ -25,7 +25,7 @@ from shmrl.config import ArenaConfig, EnvServerConfig, ServeConfig
 from shmrl.config.tree import EnvSpec
 from shmrl.env.link import MAX_FRAME
 from shmrl.env.pool import Pool, Request
-from shmrl.env.protocol import FIELDS, check_tag, error_reply, expect, parse_request
+from shmrl.env.protocol import FIELDS, check_tag, error_reply, expect, notice_silence, parse_request
 from shmrl.errors import ConfigError, ProtocolError, RunError, ServerDied
 from shmrl.node.host import create_arena, read_token
 from shmrl.node.ports import port_in_use
@@ -108,6 +108,7 @@ class EnvServer:
         socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.RCVHWM, 0)
+        notice_silence(socket)
         try:
             socket.bind(self.address)
         except zmq.ZMQError as error:

@@ -45,6 +45,8 @@ from shmrl.wire import pack, unpack
 
 log = logging.getLogger("shmrl.env.worker")
 BEAT_S = 0.5
+TURN = 64  # tasks of an iterator that are read before others get their turn
+MAX_AHEAD = 1 << 20  # tasks of an iterator that one request may skip: a resumed run has to, a mistake would for ever
 ENCODERS = 4
 """Threads that encode. More would only queue for the two things they share: memory bandwidth and space in the arena."""
 
@@ -118,7 +120,7 @@ class Worker:
             raise ProtocolError(f"tasks: start = {request['start']}, n = {request['n']}: both count from 0")
         if request["n"] > MAX_TASKS:  # they are made on the event loop, where every other episode would wait for them
             raise ProtocolError(f"tasks: n = {request['n']} at once; at most {MAX_TASKS}")
-        found = self.tasks.read(request["split"], request["start"], request["n"])
+        found = await self.tasks.read(request["split"], request["start"], request["n"])
         return pack({"success": True, "tasks": [task_to_wire(task) for task in found]})
 
     async def _run_rollout(self, request: dict[str, Any]) -> bytes:
@@ -244,28 +246,40 @@ class TaskSet:
         self._sets: dict[str, Any] = {}
         self._read: dict[str, tuple[list[Task], Iterator[Task]]] = {}
 
-    def read(self, split: str, start: int, n: int) -> list[Task]:
-        """Tasks start .. start + n, fewer at the end. TasksetFailed, with what the environment raised as its cause."""
+    async def read(self, split: str, start: int, n: int) -> list[Task]:
+        """Tasks start .. start + n, fewer at the end. TasksetFailed, with what the environment raised as its cause;
+        ProtocolError for more than MAX_AHEAD of an iterator at once."""
+        known = len(self._read[split][0]) if split in self._read else 0
         try:
             if split not in self._sets:
                 self._sets[split] = self.environment.tasks(split)  # type: ignore[arg-type]
-            return list(self._slice(split, start, n))
+            tasks = self._sets[split]
+            indexed = hasattr(tasks, "__getitem__")
+            if indexed or start + n - known <= MAX_AHEAD:
+                return list(_slice(tasks if indexed else await self._known(split, start + n), start, n))
         except Exception as error:
             raise TasksetFailed(f"task set {split!r} raised") from error
+        raise ProtocolError(
+            f"tasks: start = {start}, and {known} tasks of {split!r} were read so far. It is an iterator, of which at "
+            f"most {MAX_AHEAD} are read at once: the environment may give a sequence instead (shmrl.env.Generated)"
+        )
 
-    def _slice(self, split: str, start: int, n: int) -> Iterator[Task]:
-        tasks = self._sets[split]
-        if hasattr(tasks, "__getitem__"):
-            for index in range(start, start + n):
-                try:
-                    yield tasks[index]
-                except IndexError:
-                    return
-            return
-        known, rest = self._read.setdefault(split, ([], iter(tasks)))
-        while len(known) < start + n and (task := next(rest, None)) is not None:
+    async def _known(self, split: str, count: int) -> list[Task]:
+        """The first tasks of an iterator, `count` if there are as many; the event loop turns meanwhile."""
+        known, rest = self._read.setdefault(split, ([], iter(self._sets[split])))
+        while len(known) < count and (task := next(rest, None)) is not None:
             known.append(task)
-        yield from known[start : start + n]
+            if len(known) % TURN == 0:
+                await asyncio.sleep(0)
+        return known
+
+
+def _slice(tasks: Any, start: int, n: int) -> Iterator[Task]:
+    for index in range(start, start + n):
+        try:
+            yield tasks[index]
+        except IndexError:
+            return
 
 
 def _messages(model: Model, episode: Episode) -> tuple[dict[str, Any], ...]:
@@ -300,7 +314,7 @@ async def _load(settings: Mapping[str, Any]) -> TaskSet:
     environment: Environment = registry.load(settings["env_id"], settings["env_args"])
     await environment.setup()
     tasks = TaskSet(environment)
-    if not tasks.read(settings["split"], 0, 1):
+    if not await tasks.read(settings["split"], 0, 1):
         raise EnvError(f"{settings['env_id']}: the task set of split {settings['split']!r} is empty")
     return tasks
 

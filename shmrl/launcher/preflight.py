@@ -6,6 +6,7 @@ and takes well under two seconds. All faults are reported at once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shmrl.config import RunTree
+from shmrl.config import ArenaConfig, RunTree
 from shmrl.config.budget import bytes_per_token, longest_episode
 from shmrl.config.shape import EXPERT_KEYS, ModelShape, model_shape
 from shmrl.errors import ConfigError, PortInUse
@@ -130,14 +131,25 @@ def _memory(tree: RunTree, budget: Budget) -> list[str]:
         problems.append(f"arena.{error}")
     if config.spill_dir is not None and not os.access(config.spill_dir, os.W_OK | os.X_OK):
         problems.append(f"arena.spill_dir = {str(config.spill_dir)!r} is missing or cannot be written to")
-    if budget.needed > budget.capacity:
+    disk = _spill_bytes(config)
+    if budget.needed > budget.capacity + disk:
         episodes, tokens = budget.in_flight
+        spill = f", arena.spill_dir has {size(disk)} free" if config.spill_dir else ""
         problems.append(
             f"the arena is too small: max_inflight {episodes:,} x {tokens:,} tokens x {budget.bytes_per_token:,.1f} B "
-            f"= {size(budget.needed)}, arena.capacity is {size(budget.capacity)} ({_default(tree)}): raise it, or "
-            "lower orchestrator.max_inflight, orchestrator.seq_len or trainer.head"
+            f"= {size(budget.needed)}, arena.capacity is {size(budget.capacity)} ({_default(tree)}){spill}: raise it, "
+            "or lower orchestrator.max_inflight, orchestrator.seq_len or trainer.head"
+            + ("" if spill else ", or let what does not fit go to a disk: arena.on_full = 'spill' with arena.spill_dir")
         )
     return problems + _weights(tree, budget)
+
+
+def _spill_bytes(config: ArenaConfig) -> int:
+    """What the spill directory can take now; 0 where there is none, or none that can be read (said elsewhere)."""
+    if config.spill_dir is not None:
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(config.spill_dir).free
+    return 0
 
 
 def _weights(tree: RunTree, budget: Budget) -> list[str]:

@@ -205,12 +205,18 @@ def needs_tiny_model(tree: RunTree) -> bool:
 
 
 def main(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
-    """Host a run whose roles are started by hand, until SIGTERM or Ctrl-C; prints the commands that start them."""
+    """Host a run whose roles are started by hand, until SIGTERM or Ctrl-C (143, 130); prints their commands."""
     if needs_tiny_model(tree):
         require_torch()
     stop = threading.Event()
+    received: list[int] = []
+
+    def on_signal(number: int, _: object) -> None:
+        received.append(number)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, on_signal)
     with exclusive(tree) as directory:
         rundir = open_run_dir(tree.run.output_dir, resume=resume, clean=clean)
         with hosted(tree, directory, secrets.token_hex(16)) as (arena, named):
@@ -224,7 +230,7 @@ def main(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
                     arena.sweep()
             finally:
                 override.unlink(missing_ok=True)
-    return 0
+    return 128 + received[0]
 
 
 def _override(arena: ArenaConfig) -> dict[str, str]:

@@ -46,7 +46,7 @@ class Admission:
 
     def __init__(self, longest_bytes: int, *, spills: bool) -> None:
         self._sizes: dict[str, deque[int]] = defaultdict(lambda: deque([longest_bytes] * WINDOW, WINDOW))
-        self._spills = spills
+        self.spills = spills  # what finds no room goes to a file soon: writers never wait for long
         self.holding = False  # over the high mark, and not yet back under the low one
 
     def saw(self, source: str, nbytes: int) -> None:
@@ -66,7 +66,7 @@ class Admission:
         """
         mark = (LOW if self.holding else HIGH) * room.capacity
         self.holding = room.used + room.promised + group_bytes > mark
-        return not self.holding or (not room.returning and (self._spills or not room.groups))
+        return not self.holding or (not room.returning and (self.spills or not room.groups))
 
 
 class Standstill:

@@ -210,7 +210,10 @@ class Dispatcher:
     def relieve(self) -> None:
         """Called again and again while a batch is collected and no step is trained. When writers wait, nothing moves
         and nobody reads, only giving up groups makes room: the youngest one that has something to give, and with it the
-        even younger ones, which have nothing to lose. The oldest goes on; RunError if it is alone."""
+        even younger ones, which have nothing to lose. The oldest goes on; RunError if it is alone. Writers that may
+        spill make their own room."""
+        if self._admission.spills:
+            return
         stats = self._arena.stats()
         state = (stats["created"], stats["freed"], self._returned)
         waiting = bool(self._arena.pressure()["waiting"])
@@ -251,7 +254,7 @@ class Dispatcher:
             f"{human(room.capacity)} are used, {sink.waiting_groups} finished groups wait for the rest of their batch "
             f"(about {human(batch)} in all), and no step is being trained that would give any back. Set arena.capacity "
             f"to {human(int(need / HIGH))} or more, or lower orchestrator.batch_size, orchestrator.group_size or "
-            "orchestrator.seq_len"
+            "orchestrator.seq_len, or let what does not fit go to a disk: arena.on_full = 'spill' with arena.spill_dir"
         )
 
     # --- running -------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ async def _run(tree: RunTree, resume: bool) -> int:
 def _admission(tree: RunTree) -> Admission:
     """An episode of which nothing is known yet is as long as it can be trained on."""
     longest = longest_episode(tree) * sum(bytes_per_token(tree, model_shape(tree)).values())
-    return Admission(int(longest), spills=str(tree.arena.on_full) == "spill")
+    return Admission(int(longest), spills=tree.arena.on_full == "spill")
 
 
 class Orchestrator:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 HEALTH_S = 5.0
 WARMUP_LINES = 10
-ARENA_METRICS = ("used_bytes", "peak_bytes", "blocks", "created", "freed", "orphaned", "spilled", "waits")
+ARENA_METRICS = ("used_bytes", "peak_bytes", "blocks", "created", "freed", "orphaned", "waits")
+SPILL_METRICS = ("spilled", "spilled_bytes")
 
 
 class StepReport:
@@ -46,7 +47,9 @@ class StepReport:
 
     def begin(self, batch: Batch, collect_s: float) -> None:
         """Before the step is shipped: what the batch alone says, and a few rollouts with their text."""
-        self._record = {"step": batch.step, "time/collect": collect_s, **batch_metrics(batch)}
+        stats = self._arena.stats()  # what is in files: now, for the step's blocks are gone at its end
+        spilled = {f"arena/{name}": stats[name] for name in SPILL_METRICS}
+        self._record = {"step": batch.step, "time/collect": collect_s, **batch_metrics(batch), **spilled}
         tree = self._tree
         if tree.monitor.rollouts:
             chosen = spread(batch.kept, tree.monitor.rollouts)

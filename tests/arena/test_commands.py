@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shmrl.arena import Arena, commands, inspect, render
-from shmrl.errors import ForeignArena, StaleHandle
+from shmrl.errors import ArenaFull, ForeignArena, StaleHandle
 
 LOCK, USED = 192, 256  # offsets of srl_header.lock and used_bytes
 
@@ -83,6 +83,16 @@ def test_a_full_arena_leaves_one_event(arena):
     with pytest.raises(OSError, match="no room"):
         arena.put(bytes(80 << 20), on_full="raise")
     assert [(one["event"], one["detail"]) for one in commands.tail(arena.address)][-1] == ("full", 80 << 20)
+
+
+def test_events_about_no_block_bear_none_of_its_marks(arena):
+    """Their slot is 0, or a process: not the block in that place."""
+    handle = arena.put(b"x", tag="run/innocent")
+    with pytest.raises(ArenaFull, match="no wait helps: the block is larger than the arena"):
+        arena.put(bytes(arena.stats()["capacity_bytes"] + 1), timeout_s=30)
+    assert [one["tag"] for one in commands.tail(arena.address) if one["event"] == "full"] == [""]
+    assert [one["event"] for one in commands.holders(str(handle))["events"]] == ["reserve", "seal"]
+    arena.free(handle)
 
 
 def test_top_orders_by_bytes(arena):
@@ -237,6 +247,24 @@ def test_every_table_sums_to_the_arenas_use(arena):
     assert by_source["s9"] == {"blocks": 1, "bytes": spans["run/s9/g"]}
     assert by_source["s0"]["blocks"] == 2
     arena.free(handles)
+
+
+def test_spilled_blocks_are_told_apart(tmp_path):
+    """They take nothing of the arena, so the tables' bytes leave them out; the heads of all views have them."""
+    with Arena.create("1MiB", run_id="run", spill_dir=str(tmp_path)) as arena:
+        handles = [arena.put(bytes(600_000), tag=f"run/s/g/{i}", on_full="spill", timeout_s=0) for i in range(3)]
+        size = "1.1 MiB"
+        assert arena.stats()["spilled_bytes"] == pytest.approx(2 * 600_000, rel=1e-3)
+        (listed,) = commands.ls(arena.address)
+        assert render.ls([listed]).splitlines()[1].split()[-4:] == ["1.0", "MiB", *size.split()]
+        assert f"2 spilled ({size}), 0 waits" in render.stats(commands.stats(arena.address))
+        assert f"3 blocks, 0 orphans, 2 spilled ({size})" in render.top(commands.top(arena.address)).splitlines()[0]
+        rows = list(commands.blocks(arena.address, inspect.Filter(state="spilled")))
+        assert [row["tag"] for row in rows] == ["run/s/g/1", "run/s/g/2"]
+        assert "600000 (640.0 KiB of the arena)" in render.holders(commands.holders(str(handles[0]), arena.address))
+        assert "600000 (in a file)" in render.holders(commands.holders(str(handles[1]), arena.address))
+        arena.free(handles)
+        arena.unlink()
 
 
 def test_blocks_of_old_steps_and_of_the_dead_are_suspects(arena, helper):

@@ -191,3 +191,12 @@ def test_shares_are_read_as_they_are_written(tmp_path):
 )
 def test_shares_that_cannot_be_fail_while_loading(tmp_path, table, message):
     assert any(message in problem for problem in problems(tmp_path, GOOD + f"[arena]\n{table}\n"))
+
+
+def test_writers_that_may_spill_wait_half_a_second_unless_told_otherwise(tmp_path):
+    spill = GOOD + "[arena]\non_full = 'spill'\nspill_dir = '/tmp'\n"
+    assert load_run([write(tmp_path, GOOD)]).arena.timeout_s == 60.0
+    assert load_run([write(tmp_path, spill)]).arena.timeout_s == 0.5
+    assert load_run([write(tmp_path, spill + "timeout_s = 7.0\n")]).arena.timeout_s == 7.0
+    tree = load_run([write(tmp_path, GOOD)], {"arena.on-full": "spill", "arena.spill-dir": "/tmp"})
+    assert tree.arena.timeout_s == 0.5

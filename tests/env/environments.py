@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ class IteratedTasks(Echo):
 
     def tasks(self, split):
         return (Task(f"{split}-{i}", {"text": "x"}, i) for i in range(5))
+
+
+class EndlessTasks(Echo):
+    """A task set that is an iterator without an end."""
+
+    def tasks(self, split):
+        return (Task(f"{split}-{i}", {}, i) for i in count())
 
 
 class RaisingTasks(Echo):

@@ -1,16 +1,105 @@
-"""The client's connection: what it does when the server goes away and something else answers in its place."""
+"""The connection: what either end does when the other goes away, or is stopped without closing it."""
 
 import asyncio
+import json
+import signal
+import sys
 
+import psutil
 import pytest
 import zmq
 import zmq.asyncio
 
+from shmrl.env import protocol
 from shmrl.env.client import EnvClient
 from shmrl.errors import ServerDied
+from shmrl.types import Task
 from shmrl.wire import pack
+from tests.env.conftest import rollout, server_config, serving, until
+from tests.env.test_server import server_process
 
 TIMES = 3
+ECHO = "tests.env.environments:Echo"
+
+
+def play(address, spec):
+    """One episode of a client in a process of its own; prints its reward, or what became of the connection."""
+
+    async def run():
+        async with EnvClient(address) as client:
+            try:
+                print((await rollout(client, Task("t", {"text": "ab"}, 1), json.loads(spec))).reward)
+            except ServerDied as error:
+                print(error)
+
+    asyncio.run(run())
+
+
+async def playing(server, spec):
+    """The process of `play`; `server` is in ours."""
+    call = f"from tests.env.test_client import play; play({server.address!r}, {json.dumps(spec)!r})"
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", call, stdout=asyncio.subprocess.PIPE)
+
+
+def connections(server, client):
+    """How many connections the server has with this process."""
+    port = int(server.address.rpartition(":")[2])
+    theirs = {c.laddr for c in psutil.Process(client.pid).net_connections() if c.raddr and c.raddr.port == port}
+    ours = psutil.Process().net_connections()
+    return sum(c.raddr in theirs and c.status == psutil.CONN_ESTABLISHED for c in ours if c.laddr.port == port)
+
+
+async def test_a_client_that_is_stopped_for_too_long_is_gone_and_its_episode_dropped(
+    arena, spec, engine, monkeypatch, caplog
+):
+    monkeypatch.setattr(protocol, "PING_MS", 50)
+    monkeypatch.setattr(protocol, "SILENCE_MS", 500)
+    async with serving(server_config(arena.address, ECHO)) as (_, server):
+        engine.open.clear()
+        client = await playing(server, spec())
+        await until(lambda: engine.running == 1)
+        assert connections(server, client) == 1
+        client.send_signal(signal.SIGSTOP)
+        await until(lambda: connections(server, client) == 0)
+        engine.open.set()
+        await until(lambda: "the client of run/test/g/0 is gone: its episode is dropped" in caplog.text)
+        client.send_signal(signal.SIGCONT)
+        output, _ = await client.communicate()
+        assert b"the server exited, was silent for too long, or its connection broke" in output
+        assert arena.stats()["blocks"] == 0
+
+
+async def test_a_client_that_is_stopped_for_a_while_gets_its_episode(arena, spec, engine, monkeypatch):
+    monkeypatch.setattr(protocol, "PING_MS", 50)
+    async with serving(server_config(arena.address, ECHO)) as (_, server):
+        engine.open.clear()
+        client = await playing(server, spec())
+        await until(lambda: engine.running == 1)
+        client.send_signal(signal.SIGSTOP)
+        engine.open.set()
+        await until(lambda: arena.stats()["blocks"] == 1 and not server._requests)
+        client.send_signal(signal.SIGCONT)
+        output, _ = await client.communicate()
+        assert output == b"1.0\n"
+    assert arena.discard("run") == 1
+
+
+async def test_a_server_that_is_stopped_for_too_long_fails_what_it_was_asked(
+    tmp_path, arena, spec, engine, monkeypatch
+):
+    monkeypatch.setattr(protocol, "PING_MS", 50)
+    monkeypatch.setattr(protocol, "SILENCE_MS", 500)
+    with server_process(tmp_path, server_config(arena.address, ECHO)) as (process, address):
+        async with EnvClient(address) as client:
+            engine.open.clear()
+            flying = asyncio.create_task(rollout(client, Task("t", {"text": "ab"}, 1), spec()))
+            await until(lambda: engine.running == 1)
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(ServerDied, match="the server exited, was silent for too long, or its connection broke"):
+                await flying
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 15) == 128 + signal.SIGTERM
 
 
 async def test_a_client_whose_connection_breaks_again_and_again_can_be_closed():
@@ -36,7 +125,7 @@ async def test_a_client_whose_connection_breaks_again_and_again_can_be_closed():
     async with await asyncio.start_server(hang_up, "127.0.0.1", port, reuse_address=True):
         for _ in range(TIMES):
             await asyncio.wait_for(hung_up.acquire(), 10)
-        with pytest.raises(ServerDied, match="the server exited, or its connection broke"):
+        with pytest.raises(ServerDied, match="the server exited, was silent for too long, or its connection broke"):
             await client.health()
         for _ in range(TIMES):
             await asyncio.wait_for(hung_up.acquire(), 10)

@@ -226,3 +226,17 @@ async def test_task_sets_are_read_by_index_and_end(hosted):
     async with hosted(ENVS + "IteratedTasks") as (client, _):
         assert [task.id for task in await client.tasks("train", 3, 5)] == ["train-3", "train-4"]
         assert [task.id for task in await client.tasks("train", 0, 2)] == ["train-0", "train-1"]
+        assert await client.tasks("train", 100_000, 5) == []
+
+
+async def test_a_far_start_in_an_endless_iterator_stops_nobody(hosted):
+    """Others are answered while it is read, and what would never end is refused with the number that was read."""
+    async with hosted(ENVS + "EndlessTasks") as (client, _):
+        far = asyncio.create_task(client.tasks("train", 100_000, 2))
+        await asyncio.sleep(0)  # it is sent first
+        near = await client.tasks("train", 0, 1)
+        assert (near[0].id, far.done()) == ("train-0", False)
+        assert [task.id for task in await far] == ["train-100000", "train-100001"]
+        with pytest.raises(ProtocolError, match=rf"start = {1 << 62}, and 100002 tasks of 'train' were read so far"):
+            await client.tasks("train", 1 << 62, 1)
+        assert (await client.tasks("train", 1, 1))[0].id == "train-1"

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,15 @@ def poisoned(engine):
 Engine._admit = poisoned
 server.main()
 """
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_the_server_with_its_number(tiny_dir: Path, tmp_path: Path, how: signal.Signals) -> None:
+    process = ServerProcess(tiny_dir, tmp_path / "log")
+    async with EngineClient([process.url], timeout_s=1) as client:
+        await client.health(120)
+    process.process.send_signal(how)
+    assert process.process.wait(30) == 128 + how, process.log.read_text()
 
 
 async def test_the_death_of_the_engine_thread_ends_the_process(tiny_dir: Path, tmp_path: Path) -> None:

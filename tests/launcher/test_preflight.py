@@ -99,6 +99,17 @@ def test_sixteen_gibibytes_of_heads_do_not_fit_an_arena_of_eight(load, monkeypat
     assert "max_inflight 1,024 x 16,384 tokens x 1,036.2 B = 16.2 GiB, arena.capacity is 8.0 GiB (configured)" in line
 
 
+def test_what_does_not_fit_the_arena_may_fit_the_spill_directory(load, tmp_path, monkeypatch):
+    flags = {"arena__capacity": "1MiB", "orchestrator__max_inflight": 1024}
+    (line,) = problems(load(**flags))
+    assert line.endswith("or let what does not fit go to a disk: arena.on_full = 'spill' with arena.spill_dir")
+    spilling = load(**flags, arena__on_full="spill", arena__spill_dir=tmp_path)
+    check(spilling)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 20))
+    (line,) = problems(spilling)
+    assert "arena.capacity is 1.0 MiB (configured), arena.spill_dir has 3.0 MiB free: raise it, or lower" in line
+
+
 def test_a_dev_shm_that_cannot_be_written_to_is_named(load, monkeypatch):
     monkeypatch.setattr(host, "SHM", Path("/proc/sys"))  # read-only for everybody
     (line,) = problems(load(arena__capacity="16MiB"))

@@ -1,6 +1,7 @@
 """What exists once per host and run: token, socket directory, arena, and `shmrl node` as a process."""
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -102,10 +103,10 @@ def test_a_path_too_long_for_a_socket_is_refused(tree, monkeypatch, tmp_path):
 
 
 class Node:
-    """`shmrl node` as a process; entering waits for its commands, leaving ends it."""
+    """`shmrl node` as a process; entering waits for its commands, leaving ends it with the signal `how`."""
 
-    def __init__(self, directory, *options):
-        self.out = directory / "out"
+    def __init__(self, directory, *options, how=signal.SIGTERM):
+        self.how, self.out = how, directory / "out"
         config = str(directory / "run.toml")
         command = [sys.executable, "-m", "shmrl", "node", config, f"--run.output-dir={self.out}", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -116,7 +117,7 @@ class Node:
         return self
 
     def __exit__(self, *_):
-        self.process.terminate()
+        self.process.send_signal(self.how)
         self.code = self.process.wait(10)
         self.process.stdout.close()
 
@@ -125,15 +126,16 @@ def segments_of(arena):
     return [name for name in leftovers.segments() if arena.address.removeprefix("shm:") in name]
 
 
-def test_node_hosts_by_hand_prints_the_commands_and_removes_everything_at_sigterm(tree, tmp_path):
-    with Node(tmp_path) as node:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_node_hosts_by_hand_prints_the_commands_and_removes_everything_at_a_signal(tree, tmp_path, how):
+    with Node(tmp_path, how=how) as node:
         assert f"  shmrl env-server {node.out}/configs/envs/train/a.toml\n" in node.lines
         assert f"  shmrl orchestrator {node.out}/configs/orchestrator.toml\n" in node.lines
         assert (node.out / "weights" / "step_0" / "model.safetensors").exists()
         assert load_run([tmp_path / "run.toml", node.out / "node.toml"]).arena == node.arena
         Arena.attach(node.arena.address).close()
         assert len(read_token(node.arena)) == 32
-    assert node.code == 0
+    assert node.code == 128 + how
     assert not (node.out / "node.toml").exists()
     assert not tree.socket_dir.exists()
     assert segments_of(node.arena) == []

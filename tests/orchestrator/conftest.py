@@ -41,13 +41,13 @@ def parts(arena):
     """`parts(tree, clients)` -> ledger, episodes, sink, dispatcher and its background task, joined as in the loop."""
     tasks = []
 
-    def build(tree, clients, fail_limit=1000, longest_bytes=2048):
+    def build(tree, clients, fail_limit=1000, longest_bytes=2048, spills=False):
         ledger = Ledger(arena, tree.trainer.ranks)
         episodes = Episodes(ledger, tree.run.name, tree.orchestrator.inflight, fail_limit)
         sources = [Source(tree, index, client) for index, client in enumerate(clients)]
         sink = TrainSink(tree, ledger, episodes)
         wake = asyncio.Event()
-        admission = Admission(longest_bytes, spills=False)
+        admission = Admission(longest_bytes, spills=spills)
         dispatcher = Dispatcher(tree, sources, episodes, sink, "a", wake.set, arena, admission)
         made = SimpleNamespace(**locals())
         tasks.append(made)

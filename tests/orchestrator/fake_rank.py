@@ -36,7 +36,8 @@ def main(file, rank, step):
                     say(kind="published", version=step, path=str(tree.weights_dir(step)))
                 continue
             micro_batches = micro_batches_from_wire(message["micro_batches"])
-            record(tree, rank, message, micro_batches, [assemble(arena, micro) for micro in micro_batches])
+            assembled = [assemble(arena, micro, verify=tree.arena.verify) for micro in micro_batches]
+            record(tree, rank, message, micro_batches, assembled)
             arena.done([handle for micro in micro_batches for handle in micro.handles])
             if kind == "step":
                 step, state = message["step"], message["state"]

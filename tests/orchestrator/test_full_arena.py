@@ -6,9 +6,10 @@ import time
 
 import pytest
 
+from shmrl.types import Handle
 from tests.orchestrator.conftest import until
 from tests.orchestrator.test_run import CONFIG, Site, said
-from tests.orchestrator.wide import Repeating, wide_model
+from tests.orchestrator.wide import ROW_NBYTES, Repeating, wide_model
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,6 +55,64 @@ async def test_fr_05_four_times_the_capacity_with_a_stopped_trainer(tmp_path, mo
         assert stats["created"] * EPISODE >= 4 * capacity
         assert 0.5 * capacity < stats["peak_bytes"] <= capacity
         assert (stats["blocks"], stats["used_bytes"]) == (0, 0)
+
+
+async def test_fr_05_four_times_the_capacity_in_one_batch_spills(tmp_path, model_dir):
+    """A batch of four times the arena, and ranks that are stopped before they read it: what finds no room goes to
+    files, comes back with the bytes it was written with, and leaves nothing there."""
+    capacity, batch, steps = 16 * MIB, 144, 2
+    assert 3.9 * capacity < batch * EPISODE
+    spill_dir = tmp_path / "disk"
+    spill_dir.mkdir()
+    flags = {"run__max_steps": str(steps), "arena__on_full": "spill", "arena__spill_dir": str(spill_dir)}
+    async with (
+        Repeating(TOKENS) as engine,
+        site(tmp_path, model_dir, engine, capacity, batch=batch, arena__verify="true", **flags) as one,
+    ):
+        (directory,) = spill_dir.iterdir()
+        ranks = await one.ranks()
+        process = await one.spawn("-m", "shmrl", "orchestrator", one.file)
+        await until(lambda: one.arena.stats()["blocks"], 60)  # version 0 is published
+        for rank in ranks:
+            rank.send_signal(signal.SIGSTOP)
+        await until(lambda: shipped(one.arena) == batch, 120, poll_s=0.1)
+        spilled, held = compared(one.arena)
+        assert spilled * EPISODE > 2.9 * capacity
+        assert spilled + held >= batch  # some of the next one, too
+        for rank in ranks:
+            rank.send_signal(signal.SIGCONT)
+        output, _ = await asyncio.wait_for(process.communicate(), 120)
+        assert process.returncode == 0, output.decode()
+        for rank in ranks:  # they assemble with verify
+            assert (await asyncio.wait_for(rank.communicate(), 20), rank.returncode)[1] == 0
+        lines, stats = one.lines("metrics.jsonl"), one.arena.stats()
+        assert [line["episodes/shipped"] for line in lines] == [batch] * steps
+        assert sum(line["episodes/failed"] + line["episodes/timed_out"] for line in lines) == 0
+        assert sum(line["orchestrator/requeued_groups"] for line in lines) == 0
+        assert spilled >= lines[0]["arena/spilled"] > 0
+        assert lines[0]["arena/spilled_bytes"] > 2.5 * capacity  # files have no rounding to 64 KiB
+        assert stats["peak_bytes"] <= capacity
+        assert (stats["blocks"], stats["created"] - stats["freed"], list(directory.iterdir())) == (0, 0, [])
+    assert list(spill_dir.iterdir()) == []
+
+
+def shipped(arena):
+    return sum("shipped" in row["flags"] for row in arena.ls())
+
+
+def compared(arena):
+    """(spilled, not spilled) blocks, after a comparison: the engine says the same to all, so their routing differs by
+    the length of the prompt alone; every checksum is the one that was taken as the block was written."""
+    counts, seen = [0, 0], {}
+    for row in arena.ls():
+        spilled, handle = "spilled" in row["flags"], Handle.parse(row["handle"])
+        counts[not spilled] += 1
+        arena.get(handle, verify=True).release()
+        with arena.get(handle, field="routing") as view, memoryview(view) as rows:
+            seen.setdefault(bytes(rows[-ROW_NBYTES * 900 :]), set()).add(spilled)
+    assert any(kinds == {True, False} for kinds in seen.values()), "no spilled block had a twin in memory"
+    assert len(seen) <= 4, f"{len(seen)} different answers to prompts of 2 to 4 letters"
+    return counts
 
 
 async def test_a_group_that_is_larger_than_the_arena_is_refused_in_seconds(tmp_path, model_dir):

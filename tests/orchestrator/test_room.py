@@ -149,6 +149,7 @@ async def test_a_group_that_does_not_fit_alone_ends_the_run_with_numbers(tmp_pat
     assert "Its 10 episodes take about 5.0 MiB, 4.0 MiB of 4.0 MiB are used, 0 finished groups wait" in said
     assert "(about 5.0 MiB in all)" in said
     assert "Set arena.capacity to 5.6 MiB or more, or lower orchestrator.batch_size" in said
+    assert "or let what does not fit go to a disk: arena.on_full = 'spill' with arena.spill_dir" in said
     await finish(p)
     assert arena.stats()["blocks"] == 0
 
@@ -163,6 +164,21 @@ async def test_finished_groups_that_fill_the_arena_before_a_batch_is_together_en
     await finish(p)
     assert arena.stats()["blocks"] == 0
     assert p.episodes.take_counts()["failed"] == 0
+
+
+async def test_nothing_is_given_up_where_writers_may_spill(tmp_path, arena, worker, parts):
+    """They wait for a moment, and then make their own room: a group would be given up for nothing."""
+    filler = [sample(worker, f"t/a/old/{i}", T=T, S=8) for i in range(8)]
+    p = parts(roomy(tmp_path), [Writer(worker, T=T)], longest_bytes=HALF, spills=True)
+    collecting = asyncio.create_task(collect(p, 1))
+    await until(lambda: arena.pressure()["waiting"])
+    await asyncio.wait([collecting], timeout=1.0)  # three times what a standstill takes
+    assert (collecting.done(), p.episodes.requeued) == (False, 0)
+    for made in filler:
+        worker.free(made.handles)
+    p.ledger.release((await collecting).samples)
+    await finish(p)
+    assert arena.stats()["blocks"] == 0
 
 
 async def test_a_rank_that_lags_behind_is_waited_for(tmp_path, arena, worker, parts):

@@ -59,7 +59,8 @@ class Site:
     def __init__(self, directory, model, engine, text=CONFIG, capacity="64MiB", **flags):
         self.out, self.engine, self.children = directory / "out", engine, []
         self.out.mkdir()
-        self.arena = Arena.create(capacity=capacity, run_id="orc")
+        spill_dir = flags.get("arena__spill_dir")
+        self.arena = Arena.create(capacity=capacity, run_id="orc", spill_dir=spill_dir)
         (directory / "token").write_text("0123456789abcdef" * 2)
         source = directory / "run.toml"
         source.write_text(text.replace("MODEL", str(model)).replace("URL", engine.url))
@@ -82,6 +83,7 @@ class Site:
         for child in self.children:
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(signal.SIGTERM)
+                child.send_signal(signal.SIGCONT)
         for child in self.children:
             await asyncio.wait_for(child.communicate(), 20)
         self.arena.close()

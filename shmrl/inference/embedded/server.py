@@ -299,7 +299,7 @@ def run(
     return_sampling_mask: bool = True,
     seed: int = 0,
 ) -> None:
-    """Serve a model until SIGTERM or SIGINT, then return; SystemExit(1) when the engine thread dies.
+    """Serve a model until SIGTERM or SIGINT: SystemExit(143) or (130); SystemExit(1) when the engine thread dies.
 
     served_name defaults to the directory's name, max_model_len to what the checkpoint allows. Raises PortInUse before
     anything is loaded, EngineError when the model cannot be served.
@@ -328,16 +328,24 @@ def run(
             sampling_mask=return_sampling_mask,
             seed=seed,
         )
-        asyncio.run(_serve(server, listener))
+        number = asyncio.run(_serve(server, listener))
     if engine.error is not None:
         raise SystemExit(1)
+    if number:
+        raise SystemExit(128 + number)
 
 
-async def _serve(server: Server, listener: socket.socket) -> None:
-    """Until a signal or the engine's death."""
+async def _serve(server: Server, listener: socket.socket) -> int:
+    """Until a signal or the engine's death; the number of the first signal, or 0."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop.set)
+    received: list[int] = []
+
+    def on_signal(number: int) -> None:
+        received.append(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
     server.engine.on_death = lambda: _wake(loop, stop)
     if server.engine.error is not None:
         stop.set()
@@ -349,6 +357,7 @@ async def _serve(server: Server, listener: socket.socket) -> None:
     if server.engine.error is None:
         server.engine.close()
     await runner.cleanup()
+    return received[0] if received else 0
 
 
 def bind(host: str, port: int) -> socket.socket:
