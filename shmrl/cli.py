@@ -398,7 +398,7 @@ class ArenaGc:
     """Remove the arenas that no live process is attached to."""
 
     address: Address = None
-    """A directory with arenas of backing "file"; /dev/shm without it."""
+    """An address, or a directory with arenas of backing "file"; /dev/shm without it."""
     json: Switch = False
     """Print JSON."""
 

@@ -18,13 +18,14 @@ def run(code, cwd=None):
 
 
 def test_the_arena_in_another_trainer():
-    echo, trainer = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    echo, trainer, rank = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert "class Echo(Environment)" in echo
     assert run(trainer) == "(100, 4, 2) 99\n"
+    assert run(rank) == "3192 0\n"
 
 
 def test_an_environment_of_your_own(tmp_path):
-    echo, _ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    echo, *_ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (tmp_path / "my_module.py").write_text(echo)
     code = (
         "import asyncio; from shmrl.envs.registry import load; from types import SimpleNamespace as Model\n"

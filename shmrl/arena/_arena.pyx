@@ -280,6 +280,8 @@ cdef class Block:
     def seal(self, checksum=True, columns=None):
         """Publishes the block -> Handle. `columns`: (field, offset, row_nbytes, rows) of each, in bytes of the payload.
 
+        Example: seal(columns=[("routing", 0, 384, 36)]) for 36 rows of 384 bytes each, the first at byte 0.
+
         checksum=False is O(1) and marks the block as unchecked. Errors: AlreadyFreed if its tag was discarded
         meanwhile, ValueError for columns that overlap or leave the payload, or a second seal.
         """
@@ -540,9 +542,10 @@ cdef class Core:
         """A block of `nbytes` to fill in place -> Block (use it with `with`; leaving without seal() frees it).
 
         tag: "run/source/group/episode", at most 112 bytes. on_full: "block" waits up to timeout_s (None = for ever) for
-        space, "raise" does not, "spill" waits as "block" does and then takes a file of the spill directory; so does,
-        at once, a block larger than the arena. `hot` matters to put() alone; it is accepted so that both take the same
-        arguments. Errors: ArenaFull, PeerDied, PeerStalled, ArenaClosed, ValueError ("spill" without a spill_dir).
+        space, "raise" does not, "spill" waits as "block" does and then takes a file of the spill directory. A block
+        larger than the arena waits for nothing: it is refused, or spilled, at once. `hot` matters to put() alone; it is
+        accepted so that both take the same arguments. Errors: ArenaFull, PeerDied, PeerStalled, ArenaClosed, ValueError
+        ("spill" without a spill_dir).
         """
         nbytes = PyNumber_Index(nbytes)
         if not 0 <= nbytes < 1 << 48:
@@ -762,7 +765,8 @@ cdef class Core:
     def done(self, handles, reader=None):
         """This reader needs the blocks no more; idempotent per reader, the last one frees. Defaults to attach's reader.
 
-        A freed block is no error; one that was never shipped is a ValueError.
+        Without either it is the process's slot, which is another one after a restart and may be another's index:
+        give every reader of a block an index, or none. A freed block is no error; one never shipped is a ValueError.
         """
         cdef Parts p
         index = self.reader_index if reader is None else reader

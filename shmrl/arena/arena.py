@@ -96,7 +96,8 @@ class Arena(Core):
 
     @classmethod
     def attach(cls, address: str, reader: int | None = None) -> Arena:
-        """Attaches this process; recovers what dead ones left. reader: stable index (the rank) for done(), 0 to 255.
+        """Attaches this process; recovers what dead ones left. reader: stable index (the rank) for done(), 0 to 255;
+        None: this process's slot, which is another one after a restart.
 
         Errors: ForeignArena (no such arena here, another uid or boot), TooManyProcesses, ArenaCorrupt, ValueError.
         """
@@ -224,6 +225,7 @@ class Arena(Core):
         top = sorted(stats["by"].items(), key=lambda item: -item[1]["bytes"])[:5]
         held = ", ".join(f"{name}: {memory.human(row['bytes'])} in {row['blocks']} blocks" for name, row in top)
         refused = f"; it cannot grow: {self._refused[1]}" if self._refused else ""
+        refused += "; no wait helps: the block is larger than the arena" if nbytes > stats["capacity_bytes"] else ""
         refused += self._spill_room(stats)
         return ArenaFull(
             f"no room for {memory.human(nbytes)} after {waited_s:.1f} s: {memory.human(stats['used_bytes'])} "

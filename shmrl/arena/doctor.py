@@ -81,9 +81,8 @@ def _huge_pages() -> Iterator[dict[str, Any]]:
 def _numa() -> Iterator[dict[str, Any]]:
     """Where the pages of live arenas are, on a machine where that differs: as far as each process has touched them."""
     here = placement.nodes()
-    yield _finding(
-        "NUMA nodes", True, ",".join(map(str, here)) + (" (numa = changes nothing)" if len(here) == 1 else "")
-    )
+    alone = " (the only one: numa changes nothing)" if len(here) == 1 else ""
+    yield _finding("NUMA nodes", True, ",".join(map(str, here)) + alone)
     for row in inspect.list_arenas() if len(here) > 1 else ():
         with inspect.look(row["address"]) as seen:
             processes = sorted(seen.processes.items())

@@ -28,6 +28,7 @@ EVENTS = (
     *("", "reserve", "seal", "adopt", "ship", "done", "retire"),
     *("free", "orphan", "sweep", "take over", "full", "spill"),
 )
+NO_BLOCK = ("sweep", "take over", "full")  # events whose slot is no block's
 ORDERS = ("size", "age", "tag")
 
 
@@ -156,23 +157,25 @@ class Look:
 
         At most 4,096 are kept. first: number of the first one wanted. detail: bytes; of ship the readers, of done the
         reader, of adopt the owner before; slot of sweep and take over: the dead process.
+        Those two and full are about no block and have no tag.
         """
         found, names = self.ctl.events(first), self.names
         here = self.ctl.rows(names, {slot for *_, slot, _, _ in found})
         tags = {(row["slot"], row["generation"]): row["tag"] for row in here}
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        kinds = [EVENTS[kind] if kind < len(EVENTS) else str(kind) for _, kind, *_ in found]
         return [
             {
                 "number": number,
-                "event": EVENTS[kind] if kind < len(EVENTS) else str(kind),
+                "event": event,
                 "process": names.process(process),
                 "age_s": round(max(0, now - at_ns) / 1e9, 3),
                 "slot": slot,
                 "generation": generation,
                 "detail": detail,
-                "tag": tags.get((slot, generation), ""),
+                "tag": "" if event in NO_BLOCK else tags.get((slot, generation), ""),
             }
-            for number, kind, process, at_ns, slot, generation, detail in found
+            for event, (number, _, process, at_ns, slot, generation, detail) in zip(kinds, found, strict=True)
         ]
 
 
@@ -280,7 +283,11 @@ def holders(handle: Handle, address: str | None = None) -> dict[str, Any]:
             raise StaleHandle(
                 f"block {handle.slot} generation {handle.generation} of {seen.address} is gone: its slot {now}"
             )
-        told = [one for one in seen.events() if (one["slot"], one["generation"]) == (row["slot"], row["generation"])]
+        told = [
+            one
+            for one in seen.events()
+            if (one["slot"], one["generation"]) == (row["slot"], row["generation"]) and one["event"] not in NO_BLOCK
+        ]
         alive = [names.process(index) for index in sorted(seen.alive)]
         return {"address": seen.address, **row, "alive": alive, "events": told[-20:]}
 

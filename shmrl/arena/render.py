@@ -49,12 +49,11 @@ def blocks(rows: Iterable[Row], limit: int | None) -> Iterator[str]:
 
 
 def _block(row: Row) -> str:
-    state = " ".join([row["state"], *row["flags"]])
     step = "-" if row["step"] is None else str(row["step"])
     nbytes = human(row["span_bytes"] or row["nbytes"])
     return _BLOCK.format(
         nbytes,
-        state,
+        _state(row),
         step,
         _age(row["age_s"]),
         _plain(row["owner"] or "orphan"),
@@ -110,7 +109,7 @@ def _top(row: Row) -> str:
         lines += _section((by.upper(), "BYTES", "BLOCKS"), groups)
     for which in ("largest", "oldest"):
         found = [
-            (*_sized(one), one["state"], _plain(one["owner"] or "orphan"), _age(one["age_s"])) for one in row[which]
+            (*_sized(one), _state(one), _plain(one["owner"] or "orphan"), _age(one["age_s"])) for one in row[which]
         ]
         lines += _section((which.upper(), "BYTES", "STATE", "OWNER", "AGE"), found)
     return "\n".join(lines)
@@ -147,7 +146,7 @@ def holders(row: Row) -> str:
     where = "in a file" if "spilled" in row["flags"] else f"{human(row['span_bytes'])} of the arena"
     facts = (
         ("block", f"{row['slot']} generation {row['generation']} of {row['address']}"),
-        ("state", " ".join([row["state"], *row["flags"]])),
+        ("state", _state(row)),
         ("tag", _plain(row["tag"] or "-")),
         ("bytes", f"{row['nbytes']} ({where})"),
         ("age", _age(row["age_s"])),
@@ -194,6 +193,10 @@ def gc(result: Row) -> str:
 def _plain(text: str) -> str:
     """What some process called itself or its block, on one line and harmless to a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _state(row: Row) -> str:
+    return " ".join([row["state"], *row["flags"]])
 
 
 def _age(seconds: float) -> str:

@@ -88,10 +88,11 @@ def _copies(
         yield [block, first, src, at * row, row, count, row]
         return
     layer = row // max(len(layers), 1)
+    shape = f"{out.dtype} {out.shape[1:]}"
     if out.ndim < 2 or out.shape[1] != len(layers) or layer < 1 or src % layer:
-        shape = f"{out.dtype.str} {out.shape[1:]}"
         raise PayloadError.of(column.name, f"{len(layers)} layers of rows of {src} bytes into {shape}", value=row)
     if not all(0 <= slot < src // layer for slot in layers):
-        raise PayloadError.of(column.name, f"layers {list(layers)} of {src // layer}", value=list(layers))
+        said = f"layers {list(layers)} of {src // layer} (rows of {src} bytes, {layer} per layer of {shape})"
+        raise PayloadError.of(column.name, said, value=list(layers))
     for index, slot, run in runs(layers):
         yield [block, first + slot * layer, src, at * row + index * layer, row, count, layer * run]

@@ -1,12 +1,18 @@
 """Faults that users of comparable systems met, as tests of the arena. Those that had a test already are found here:
 
 SH-01  a reader's exit removes the segment       below; test_processes.py::test_attaching_and_leaving_changes_nothing
-SH-02  SIGBUS when tmpfs is full                 test_memory.py: ..._an_error_not_a_signal, ..._crashes_nobody
+SH-02  SIGBUS when tmpfs is full                 below; test_memory.py: ..._an_error_not_a_signal, ..._crashes_nobody
+SH-03  64 MB of /dev/shm in containers          below; the same at other sizes in test_memory.py
 SH-05  SIGKILL leaks segments                    test_storms.py: a whole run; test_crashes_python.py: at every point
 SH-08  pid liveness is wrong across namespaces   below; test_processes.py::..._in_another_pid_namespace_is_alive
 SH-10  no ordering between data and flag         below; test_core.py under ThreadSanitizer
 SH-11  a writer waits for a dead reader          test_processes.py::test_a_put_goes_on_when_the_holder_is_killed
 SH-12  waiting is mistaken for the fault         test_processes.py::test_a_long_wait_says_for_whom_and_then_less_often
+SH-13  one descriptor per tensor                 test_memory.py::test_a_hundred_thousand_handles_take_no_descriptors
+SH-15  an array outlives the mapping             test_blocks.py: ..._refused_and_the_data_stays; test_views.py: the end
+SH-17  a slice pins or pickles its parent        test_reading.py; test_blocks.py::test_a_view_is_not_pickled
+SH-18  first touch dominates writes              test_memory.py: ..._touched_is_taken_first; benches/bench_arena.py
+SH-19  pages on the wrong socket                 test_placement.py
 SH-20  names collide, a stale file is in the way below; test_files.py::test_the_next_create_removes_the_dead_...
 SH-22  a result arrives after it was dropped     below
 SH-25  kernel-owned lifetime                     test_memory.py: a read-only /dev/shm; test_storms.py[memfd]
@@ -27,6 +33,7 @@ from tests.arena import layout
 from tests.arena.test_core import ROOT
 from tests.arena.test_corruption import words, write
 from tests.arena.test_crashes import build
+from tests.arena.test_memory import MIB, on_small_shm
 from tests.arena.test_processes import reader
 
 ENDS = ("pass", "a.close()", "sys.exit(3)", "raise RuntimeError('mine')", "os._exit(0)")
@@ -67,6 +74,42 @@ def test_sh_01_a_reader_that_exits_removes_nothing(arena, version):
         assert bytes(view) == b"abcd"
     arena.sweep()
     arena.free(handle)
+
+
+def test_sh_02_four_mib_on_a_mount_of_one_are_an_error_and_leave_no_file():
+    code, left, said = on_small_shm(
+        MIB,
+        """
+import atexit, os
+from shmrl import Arena
+atexit.register(lambda: print(os.listdir("/dev/shm")))
+Arena.create("4MiB")""",
+    )
+    assert (code, left) == (1, "[]\n")
+    assert f"ArenaFull: an arena of {4 * MIB} bytes" in said
+    assert f"/dev/shm has {MIB} bytes" in said
+
+
+def test_sh_03_in_64_mib_just_as_much_starts_and_a_byte_more_does_not():
+    code, said, logged = on_small_shm(
+        64 * MIB,
+        """
+from shmrl import Arena
+from shmrl.errors import ArenaFull
+for backing, capacity in (("shm", 64 << 20), ("shm", (64 << 20) + 1), ("memfd", 128 << 20)):
+    try:
+        with Arena.create(capacity, backing=backing) as arena:
+            print(arena.stats()["capacity_bytes"] >> 20, arena.address.split(":")[0])
+            arena.unlink()
+    except ArenaFull as error:
+        print(error)
+""",
+    )
+    started, refused, memfd = said.splitlines()
+    assert (code, started, memfd) == (0, "64 shm", "128 memfd"), logged
+    assert f"an arena of {64 * MIB + 65536} bytes" in refused
+    assert f"/dev/shm has {64 * MIB} bytes" in refused
+    assert "--shm-size=65m" in refused
 
 
 def test_sh_08_a_dead_holder_whose_pid_lives_again_is_swept(arena, helper):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shmrl.arena import Arena, commands, inspect, render
-from shmrl.errors import ForeignArena, StaleHandle
+from shmrl.errors import ArenaFull, ForeignArena, StaleHandle
 
 LOCK, USED = 192, 256  # offsets of srl_header.lock and used_bytes
 
@@ -83,6 +83,16 @@ def test_a_full_arena_leaves_one_event(arena):
     with pytest.raises(OSError, match="no room"):
         arena.put(bytes(80 << 20), on_full="raise")
     assert [(one["event"], one["detail"]) for one in commands.tail(arena.address)][-1] == ("full", 80 << 20)
+
+
+def test_events_about_no_block_bear_none_of_its_marks(arena):
+    """Their slot is 0, or a process: not the block in that place."""
+    handle = arena.put(b"x", tag="run/innocent")
+    with pytest.raises(ArenaFull, match="no wait helps: the block is larger than the arena"):
+        arena.put(bytes(arena.stats()["capacity_bytes"] + 1), timeout_s=30)
+    assert [one["tag"] for one in commands.tail(arena.address) if one["event"] == "full"] == [""]
+    assert [one["event"] for one in commands.holders(str(handle))["events"]] == ["reserve", "seal"]
+    arena.free(handle)
 
 
 def test_top_orders_by_bytes(arena):
