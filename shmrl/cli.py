@@ -288,6 +288,8 @@ class ArenaLs:
         from shmrl.arena.inspect import Filter, is_directory
 
         wanted = Filter(self.source, self.step, self.holder, self.state)
+        if self.limit is not None and self.limit < 0:
+            raise ConfigError(f"limit {self.limit}: 0 (all of them) or more")
         asked = wanted != Filter() or self.sort is not None or self.limit is not None
         if not asked and (self.address is None or is_directory(self.address)):
             return _show(commands.ls(self.address), render.ls, self.json)
@@ -431,6 +433,10 @@ def _print(lines: Iterable[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"shmrl: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -15,6 +15,7 @@ from shmrl.arena.core cimport *
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_Size
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.number cimport PyNumber_Index
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.errno cimport EAGAIN, EBUSY, ENOENT, ENOSPC, EPERM, ESTALE, ETIMEDOUT
 from libc.stdint cimport uintptr_t
@@ -80,6 +81,8 @@ cdef int check(int rc, object what) except -1:
     if rc >= 0:
         return 0
     kind, text = ERRORS.get(rc, (ArenaError, f"error {-rc}"))
+    if isinstance(what, bytes):
+        what = Handle(what)  # raw bytes serve as a handle; people read its parts
     raise kind(f"{what!r} {text}")
 
 
@@ -528,6 +531,12 @@ cdef class Core:
         memcpy(&out.nonce, raw + 24, 8)
         return 0
 
+    def _mine(self, handle):
+        """The handle as one of this arena. TypeError, ForeignArena."""
+        cdef Parts p
+        self._parts(handle, &p)
+        return Handle(handle)
+
     # -------------------------------------------------------------------------------------------------------- writing
 
     def reserve(self, nbytes, tag="", timeout_s=30.0, on_full="block", hot=False):
@@ -539,6 +548,7 @@ cdef class Core:
         accepted so that both take the same arguments. Errors: ArenaFull, PeerDied, PeerStalled, ArenaClosed, ValueError
         ("spill" without a spill_dir).
         """
+        nbytes = PyNumber_Index(nbytes)
         if not 0 <= nbytes < 1 << 48:
             raise ValueError(f"nbytes={nbytes}: a block has 0 to 2^48 - 1 bytes")
         return self._reserve(nbytes, column_tail(nbytes), tag, timeout_s, on_full)
@@ -736,7 +746,8 @@ cdef class Core:
             raise ArenaCorrupt(f"{view.handle!r}: a spilled block of {n} bytes")
         cdef int rc = srl_spill_map(self.live.spill, p.slot, p.generation, nbytes, &view.at)
         if rc == -EUCLEAN or rc == -ENOENT:
-            raise ArenaCorrupt(f"{view.handle!r}: its file of {nbytes} bytes in {self._spill_dir()} was removed or cut")
+            raise ArenaCorrupt(f"{view.handle!r}: its file of {nbytes} bytes in {self._spill_dir()} was removed or "
+                               "cut, or the arena unlinked")
         if rc:
             raise ArenaError(f"{view.handle!r}: its file in {self._spill_dir()} cannot be mapped: {strerror(-rc)}")
         view.file, view.mapped, view.n, view.row = view.at, nbytes, <Py_ssize_t> n, 1
@@ -792,7 +803,7 @@ cdef class Core:
         """Frees owned blocks -> how many. All it can, then AlreadyFreed, NotOwner or NotSealed for the first left."""
         n, bad, first = self._each(handles, srl_free)
         if bad == -ESTALE:
-            raise AlreadyFreed(f"{first!r} was freed already; {n} others were freed now")
+            raise AlreadyFreed(f"{Handle(first)!r} was freed already; {n} others were freed now")
         check(bad, first)
         return n
 
@@ -910,8 +921,8 @@ cdef class Core:
             self._raise_stalled(5.0)
         return check(rc, "lock:")
 
-    def fsck(self):
-        """Checks every invariant under the allocator's lock -> one line per fault, [] when all is well."""
+    def _fsck(self):
+        """Every invariant of ctl, under the allocator's lock -> one line per fault."""
         self._alive()
         cdef bytearray text = bytearray(65536)
         cdef Py_buffer raw

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import logging
 import mmap
+import operator
 import os
 import sys
 import threading
@@ -26,7 +27,7 @@ from shmrl.arena._ctl import Ctl, ctl_nbytes, format_ctl, spill_dir_of
 from shmrl.arena.files import Files
 from shmrl.arena.placement import Pages
 from shmrl.arena.waiting import Waiting
-from shmrl.errors import ArenaError, ArenaFull, ForeignArena, StaleHandle
+from shmrl.errors import ArenaCorrupt, ArenaError, ArenaFull, ForeignArena, StaleHandle
 from shmrl.types import Handle
 from shmrl.units import parse_bytes, parse_shares
 
@@ -83,9 +84,10 @@ class Arena(Core):
         when it is freed.
         ArenaFull when mount, memory, a cgroup or an rlimit has less now; ValueError.
         """
-        nbytes = -(-parse_bytes(capacity) // PAGE) * PAGE
+        asked = parse_bytes(capacity)
+        nbytes = -(-asked // PAGE) * PAGE
         if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
-            raise ValueError(f"capacity={nbytes} ({PAGE} to 2^47 bytes), max_processes={max_processes} (1 to 256)")
+            raise ValueError(f"capacity={asked} (1 to 2^47 bytes), max_processes={max_processes} (1 to 256)")
         ttl_ns = _ttl_ns(orphan_ttl_s)
         guaranteed = parse_shares(shares or {}, nbytes)
         for dead in names.listed(base):
@@ -107,7 +109,7 @@ class Arena(Core):
 
         Errors: ForeignArena (no such arena here, another uid or boot), TooManyProcesses, ArenaCorrupt, ValueError.
         """
-        if reader is not None and not 0 <= reader <= 255:
+        if reader is not None and not 0 <= operator.index(reader) <= 255:
             raise ValueError(f"reader={reader}: 0 to 255")
         where = names.parse(address)
         arena = _attached(cls, where, reader)
@@ -322,13 +324,22 @@ class Arena(Core):
             rows = self._names(look).groups(by, groups[by])
             return {**counters, "by": words.annotated(rows, look.shares()) if by == "source" else rows}
 
+    def fsck(self) -> list[str]:
+        """Checks every invariant under the allocator's lock, then the spilled blocks' files -> a line per fault."""
+        faults = self._fsck()
+        if path := self._spill_dir():
+            with self._look() as look:
+                faults += spill.faults(Path(path), lambda: look.rows(self._names(look)))
+        return faults
+
     def ls(self) -> list[dict[str, Any]]:
         """Every block that is not free: handle, state, flags, owner, held_by, nbytes, span_bytes, tag, age_s..."""
         with self._look() as look:
             return list(look.rows(self._names(look)))
 
     def holders(self, handle: Handle) -> dict[str, Any]:
-        """Who has this block: the row of ls() for it. StaleHandle if it is gone."""
+        """Who has this block: the row of ls() for it. StaleHandle if it is gone, ForeignArena, TypeError."""
+        handle = self._mine(handle)
         with self._look() as look:
             for row in look.rows(self._names(look), (handle.slot,)):
                 if row["handle"] == str(handle):
@@ -471,6 +482,8 @@ def _attached(cls: type[Arena], where: Files, reader: int | None) -> Arena:
         if os.fstat(fds[0]).st_uid != os.geteuid():
             raise ForeignArena(f"{where.address} belongs to uid {os.fstat(fds[0]).st_uid}, this is uid {os.geteuid()}")
         fds.append(where.open("ctl", write=True))
+        if os.fstat(fds[1]).st_size == 0:
+            raise ArenaCorrupt(f"{where.address} has an empty ctl: its creator died, or is not done")
         fds.append(where.open("data", write=False))
         _require_address_space(where, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size)
         named = spill_dir_of(os.pread(fds[1], 4096, 0))

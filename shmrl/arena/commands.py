@@ -103,7 +103,7 @@ def holders(handle: str, address: str | None = None) -> dict[str, Any]:
     try:
         parsed = Handle.parse(handle)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error}; the handle comes first, then the address") from None
     return inspect.holders(parsed, address)
 
 

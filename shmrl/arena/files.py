@@ -143,7 +143,7 @@ def claimed(backing: str, base: str | None) -> tuple[Files, int]:
 
 def parse(address: str) -> Files:
     """The files behind an address. ValueError."""
-    backing, _, key = address.partition(":")
+    backing, _, key = address.partition(":") if isinstance(address, str) else ("", "", "")
     if backing not in ("shm", "memfd", "file") or not key or (backing != "file" and not key.isalnum()):
         raise ValueError(f"not an arena address: {address!r} (expected shm:<id>, memfd:<id> or file:<path>)")
     return Files(backing, key)

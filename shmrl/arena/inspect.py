@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from shmrl.arena import files, shares, table
-from shmrl.arena._ctl import Ctl
+from shmrl.arena import files, shares, spill, table
+from shmrl.arena._ctl import Ctl, spill_dir_of
 from shmrl.errors import ArenaCorrupt, ConfigError, ForeignArena, StaleHandle
 from shmrl.types import Handle
 
@@ -136,6 +137,8 @@ class Look:
             time.sleep(0.002)
             again, too = self._check()
             faults, whole = [fault for fault in faults if fault in again], whole or too
+        if path := spill_dir_of(os.pread(self._ctl_fd, 4096, 0)):
+            faults = faults + spill.faults(Path(path), lambda: self.ctl.rows(self.names))
         return faults, whole
 
     def _check(self) -> tuple[list[str], bool]:

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from shmrl.arena import table
@@ -38,8 +39,10 @@ def ls(rows: list[Row]) -> str:
 
 def blocks(rows: Iterable[Row], limit: int | None) -> Iterator[str]:
     """A heading and a line per block, as they come; a note if there are more than `limit`."""
+    rows = iter(rows)
+    first = list(islice(rows, 1))  # an error comes before the heading
     yield _BLOCK.format("BYTES", "STATE", "STEP", "AGE", "OWNER", "TAG", "HANDLE")
-    for n, row in enumerate(rows):
+    for n, row in enumerate(chain(first, rows)):
         if n == limit:
             yield f"... and more: --limit {2 * n}, or --source, --step, --holder, --state"
             return

@@ -12,8 +12,10 @@ import fcntl
 import logging
 import os
 import re
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ _BLOCK_FILE = re.compile(r"\d+-\d+")
 def path_of(spill_dir: str | os.PathLike[str], ident: str) -> Path:
     """The directory of one arena under the user's. ValueError: not an existing directory, or too long a path."""
     parent = Path(spill_dir).resolve()
-    if not parent.is_dir():
+    if not os.fspath(spill_dir) or not os.path.isdir(parent):
         raise ValueError(f"spill_dir={str(spill_dir)!r} is not an existing directory")
     path = parent / f"shmrl-{os.geteuid()}-{ident}"
     if len(os.fsencode(path)) > LONGEST:
@@ -73,6 +75,32 @@ def remove(path: Path) -> None:
         else:
             return
     log.warning("the spill directory %s stays: %s", path, problem.strerror)
+
+
+def faults(path: Path, rows: Callable[[], Iterable[dict[str, Any]]]) -> list[str]:
+    """A line per spilled block whose file is gone or shorter than the block. rows: Arena.ls() as it is now.
+
+    A block that was freed since it was looked at has no file and is no fault: only what is still there is told.
+    """
+    missing = {(row["slot"], row["generation"]): row for row in rows() if _is_cut(path, row)}
+    if not missing:
+        return []
+    still = (row for row in rows() if (row["slot"], row["generation"]) in missing)
+    return [
+        f"block {row['slot']} generation {row['generation']}: its file of {row['nbytes']} bytes "
+        f"in {path} is gone or cut"
+        for row in still
+        if row["state"] == "ready"
+    ]
+
+
+def _is_cut(path: Path, row: dict[str, Any]) -> bool:
+    if "spilled" not in row["flags"] or row["state"] != "ready":
+        return False
+    try:
+        return os.stat(path / f"{row['slot']}-{row['generation']}").st_size < int(row["nbytes"])
+    except OSError:
+        return True
 
 
 def sweep(spill_dir: Path) -> None:

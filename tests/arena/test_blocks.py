@@ -14,6 +14,7 @@ from shmrl.arena import Arena, Handle
 from shmrl.errors import (
     AlreadyFreed,
     ArenaClosed,
+    ArenaCorrupt,
     ArenaFull,
     ForeignArena,
     NotOwner,
@@ -369,4 +370,43 @@ def test_more_than_four_gib_and_a_million_blocks():
         assert arena.stats()["blocks"] == 1_000_000
         assert arena.free(handles) == 1_000_000
         assert arena.fsck() == []
+        arena.unlink()
+
+
+def test_what_is_no_handle_or_no_number_is_said_at_once(arena, tmp_path):
+    handle = arena.put(b"x")
+    with Arena.create("1MiB", backing="memfd") as other:
+        foreign = other.put(b"y")
+        for call in (arena.get, arena.holders):
+            with pytest.raises(ForeignArena, match="arena"):
+                call(foreign)
+            with pytest.raises(TypeError, match="expected a Handle, got NoneType"):
+                call(None)
+        other.free(foreign)
+    with pytest.raises(TypeError, match="float"):
+        arena.reserve(1.5)
+    with pytest.raises(TypeError, match="float"):
+        Arena.attach(arena.address, reader=1.5)
+    with pytest.raises(ValueError, match="not an arena address: None"):
+        Arena.attach(None)
+    with pytest.raises(ValueError, match="capacity=-1"):
+        Arena.create(-1)
+    for directory in ("", str(tmp_path / ("d" * 300))):
+        with pytest.raises(ValueError, match="not an existing directory"):
+            Arena.create("1MiB", spill_dir=directory)
+    arena.free(handle)
+    with pytest.raises(AlreadyFreed, match=r"Handle\(slot=0"):
+        arena.free([bytes(handle)])
+
+
+def test_an_empty_ctl_is_corrupt(tmp_path):
+    with Arena.create("1MiB", backing="file", base=str(tmp_path)) as arena:
+        ctl = next(tmp_path.glob("*.ctl"))
+        nbytes = ctl.stat().st_size
+        (tmp_path / "copy.ctl").touch()
+        for part in ("live", "data"):
+            os.link(ctl.with_suffix(f".{part}"), tmp_path / f"copy.{part}")
+        with pytest.raises(ArenaCorrupt, match="empty ctl"):
+            Arena.attach(f"file:{tmp_path / 'copy'}")
+        assert ctl.stat().st_size == nbytes
         arena.unlink()

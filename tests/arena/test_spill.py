@@ -227,9 +227,21 @@ def test_a_file_that_was_removed_or_cut_is_named(spilling, tmp_path):
     first.unlink()
     os.truncate(second, 4096)
     for handle in handles:
-        with pytest.raises(ArenaCorrupt, match="was removed or cut"):
+        with pytest.raises(ArenaCorrupt, match="was removed or cut, or the arena unlinked"):
             spilling.get(handle)
     assert spilling.free(handles) == 2
+
+
+def test_fsck_names_the_block_whose_file_is_gone(spilling, tmp_path):
+    whole, lost = spill(spilling, b"w" * 5000), spill(spilling, b"l" * 5000)
+    assert spilling.fsck() == []
+    path = next(tmp_path.glob(f"*/{lost.slot}-{lost.generation}"))
+    os.truncate(path, 4999)
+    fault = f"block {lost.slot} generation {lost.generation}: its file of 5000 bytes in {path.parent} is gone or cut"
+    assert spilling.fsck() == [fault]
+    assert [row["faults"] for row in commands.fsck(spilling.address)] == [[fault]]
+    spilling.free([whole, lost])
+    assert spilling.fsck() == []
 
 
 def test_events_and_inspectors_show_it(spilling):
