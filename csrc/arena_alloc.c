@@ -242,6 +242,13 @@ static int cell_give(srl_arena *a, uint64_t offset, unsigned cls, uint32_t write
     return 0;
 }
 
+/* Bytes that a block of this share takes; what it gives back as their two's complement. */
+static void count_used(srl_arena *a, uint32_t share, uint64_t delta) {
+    srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes + delta);
+    if (a->shares)
+        srl_share_count(a, share, delta);
+}
+
 /* Whole pages, or one cell, inside what is committed. */
 static bool span_fits(const srl_arena *a, uint64_t offset, uint64_t span) {
     uint64_t end = srl_committed_pages(a) * SRL_PAGE;
@@ -252,7 +259,7 @@ static bool span_fits(const srl_arena *a, uint64_t offset, uint64_t span) {
     return offset % SRL_PAGE == 0;
 }
 
-int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset) {
+int srl_span_take(srl_arena *a, uint32_t share, uint64_t span, uint64_t *offset) {
     *offset = 0;
     if (span == 0)
         return 0;
@@ -268,20 +275,22 @@ int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset) {
     }
     if (a->corrupt)
         return -EUCLEAN;
-    srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes + span);
+    count_used(a, share, span);
     if (a->h->used_bytes > a->h->peak_bytes)
         srl_store_relaxed(&a->h->peak_bytes, a->h->used_bytes);
     return 0;
 }
 
-int srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t writer) {
+int srl_span_give(srl_arena *a, const srl_block *b, uint32_t writer) {
+    uint64_t offset = b->offset, span = b->span;
+    uint32_t share = b->share;
     if (span == 0)
         return 0;
-    if (!span_fits(a, offset, span)) {
+    if (!span_fits(a, offset, span) || !srl_share_exists(a, share)) {
         a->corrupt = true;
         return -EUCLEAN;
     }
-    srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes - span);
+    count_used(a, share, -span);
     if (span < SRL_PAGE)
         return cell_give(a, offset, cell_class(span), writer);
     pages_give(a, (uint32_t)(offset / SRL_PAGE), (uint32_t)(span / SRL_PAGE), writer);
@@ -298,7 +307,7 @@ void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count) {
 static bool block_fits(const srl_arena *a, const srl_block *b, uint64_t w) {
     if (SRL_FLAGS(w) & SRL_SPILLED)
         return b->span == 0 && b->nbytes <= b->offset;
-    return b->nbytes <= b->span && span_fits(a, b->offset, b->span);
+    return b->nbytes <= b->span && span_fits(a, b->offset, b->span) && srl_share_exists(a, b->share);
 }
 
 static void clear_caches(srl_arena *a) {
@@ -311,13 +320,14 @@ static void clear_caches(srl_arena *a) {
         SRL_SET(h->cell_pages[i], SRL_NONE);
     SRL_SET(h->free_slot, 0);
     srl_store_relaxed(&h->used_bytes, 0);
+    srl_share_clear(a);
 }
 
 static int place_block(srl_arena *a, const srl_block *b) {
     if (b->span == 0)
         return 0;
     srl_page *r = page_at(a, b->offset / SRL_PAGE);
-    srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes + b->span);
+    count_used(a, b->share, b->span);
     if (b->span >= SRL_PAGE) {
         if (r->length)
             return -EUCLEAN; /* two blocks begin on one page */

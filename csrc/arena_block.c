@@ -39,7 +39,7 @@ static void free_locked(srl_arena *a, srl_block *b, uint64_t w) {
     if (SRL_STATE(w) != SRL_FREEING || srl_load_sc(&b->word) != w)
         return;
     srl_drop_spilled(a, b, w);
-    if (srl_span_give(a, b->offset, b->span, SRL_OWNER(w)))
+    if (srl_span_give(a, b, SRL_OWNER(w)))
         return; /* a descriptor that was scribbled on: fsck shows it, nobody gets its bytes */
     srl_store_sc(&b->word, SRL_WORD(SRL_GEN(w) + 1, SRL_FREE, 0, 0));
     srl_store_relaxed(&b->offset, a->h->free_slot);
@@ -133,6 +133,7 @@ static void describe(srl_block *b, const srl_request *r, uint64_t span) {
     srl_store32_relaxed(&b->readers, 0);
     srl_store32_relaxed(&b->tail_nbytes, 0);
     srl_store32_relaxed(&b->crc, 0);
+    srl_store32_relaxed(&b->share, r->share);
     for (int i = 0; i < 4; i++)
         srl_and_sc(b->done + i, 0);
 }
@@ -141,18 +142,29 @@ static int take_space(srl_arena *a, srl_request *r, uint64_t span) {
     r->offset = r->nbytes + r->room;
     if (r->spill)
         return 0;
-    int rc = srl_span_take(a, span, &r->offset);
+    int rc = srl_span_take(a, r->share, span, &r->offset);
     return rc == -ENOSPC && a->h->committed_pages < a->max_pages ? -EMLINK : rc;
+}
+
+/* Whether it is this request's turn, and whether its source may have so much. */
+static int admit(srl_arena *a, srl_request *r, uint64_t span) {
+    r->share = a->shares ? srl_share_of(a, r->tag, r->tag_len) : 0;
+    r->borrows = a->shares && !srl_share_covers(a, r->share, span);
+    if (r->spill)
+        return 0;
+    if (srl_load32_sc(&a->h->space_waiters) && !srl_queue_first(a, r->borrows))
+        return -ENOSPC;
+    return r->borrows && !srl_share_lends(a, r->share, span) ? -ENOSPC : 0;
 }
 
 static int reserve_locked(srl_arena *a, srl_request *r) {
     srl_drain(a);
     if (a->corrupt || !srl_counts_are_sane(a))
         return -EUCLEAN;
-    if (!r->spill && srl_load32_sc(&a->h->space_waiters) && !srl_queue_first(a))
-        return -ENOSPC;
     uint64_t slot, span = r->spill ? 0 : srl_span_nbytes(r->nbytes + r->room);
-    int rc = find_slot(a, &slot);
+    int rc = admit(a, r, span);
+    if (!rc)
+        rc = find_slot(a, &slot);
     if (!rc)
         rc = next_nonce(a, &r->nonce);
     if (!rc)

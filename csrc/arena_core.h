@@ -40,7 +40,7 @@ typedef struct {
     srl_page *pages;
     srl_block *blocks;
     /* of the header as it was checked: every index and count read from ctl later is bounded by these */
-    uint32_t max_pages, max_blocks, max_processes;
+    uint32_t max_pages, max_blocks, max_processes, shares;
     uint32_t self;   /* own process index, SRL_NONE for an inspector */
     srl_hold *holds; /* [max_blocks], zeroed, private to this process */
     srl_is_dead_fn is_dead;
@@ -59,6 +59,8 @@ typedef struct {
     const char *tag;
     uint32_t tag_len;
     bool spill;                /* a file, which the caller makes, instead of a span */
+    bool borrows;              /* out, also of a refusal: beyond the share of its source */
+    uint32_t share;            /* out */
     uint32_t slot, generation; /* out */
     uint64_t nonce, offset;    /* out; SPILLED: bytes of its file */
 } srl_request;
@@ -112,18 +114,31 @@ int srl_lock(srl_arena *a, uint64_t deadline_ns);
 void srl_unlock(srl_arena *a);
 void srl_drain_if_free(srl_arena *a); /* returns pending blocks if the lock is free; never waits */
 unsigned srl_lock_owner(const srl_arena *a);
-void srl_queue_enter(srl_arena *a);
+void srl_queue_enter(srl_arena *a, bool borrows);
+void srl_queue_class(srl_arena *a, bool borrows); /* of the ticket that it has, if it has one */
 void srl_queue_leave(srl_arena *a);
-bool srl_queue_first(const srl_arena *a);
+bool srl_queue_first(const srl_arena *a, bool borrows);
+unsigned srl_queue_others(const srl_arena *a, uint64_t *since_ns);
 void srl_space_wait(srl_arena *a, uint32_t seen, uint64_t timeout_ns);
 void srl_space_wake(srl_arena *a);
 
 /* spans, under the lock, arena_alloc.c */
 uint64_t srl_span_nbytes(uint64_t total);
-int srl_span_take(srl_arena *a, uint64_t span, uint64_t *offset);
-int srl_span_give(srl_arena *a, uint64_t offset, uint64_t span, uint32_t last_writer);
+int srl_span_take(srl_arena *a, uint32_t share, uint64_t span, uint64_t *offset);
+int srl_span_give(srl_arena *a, const srl_block *b, uint32_t last_writer);
 void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count);
 int srl_rebuild(srl_arena *a);
+
+/* shares, under the lock, arena_share.c */
+const char *srl_source_of(const char *tag, uint32_t tag_len, uint32_t *len); /* NULL: the tag has none */
+uint32_t srl_share_of(const srl_arena *a, const char *tag, uint32_t tag_len);
+bool srl_share_exists(const srl_arena *a, uint32_t share);
+bool srl_share_covers(const srl_arena *a, uint32_t share, uint64_t span);
+bool srl_share_lends(const srl_arena *a, uint32_t share, uint64_t span);
+uint64_t srl_share_kept(const srl_arena *a, uint32_t share);
+uint64_t srl_share_limit(const srl_arena *a, uint32_t share);
+void srl_share_count(srl_arena *a, uint32_t share, uint64_t delta);
+void srl_share_clear(srl_arena *a);
 
 /* blocks, arena_block.c */
 int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns);

@@ -13,6 +13,8 @@
  *   generation  how often the descriptor was freed; one that reaches 2^32 - 1 is never used again
  *   span        bytes of `data` that a block owns: whole pages, one cell of a page cut into equal cells, none
  *   tail        columns table and checksums, behind the payload in the same span or file
+ *   share       bytes of `data` that a source (second component of a tag) can count on; share 0 is that of every
+ *               source without a name here. What goes beyond it is borrowed: see arena_share.c
  *   event       what happened to a block or process; the last 4,096 are kept for people, decisions ignore them
  *
  * Invariants (block b, process p)
@@ -22,8 +24,11 @@
  *   FREE <-> WRITING, FREEING -> FREE : only under the allocator's lock, by anyone
  *   b has a file          => state(b) != FREE and SPILLED, in this generation; then span(b) = 0
  *   spans of non-FREE blocks + free spans + free cells = committed_pages * 64 KiB, while the lock is free
+ *   used(share s) = spans of non-FREE blocks with b.share = s, while the lock is free; sum over s = used_bytes
+ *   sum of guaranteed(s) over all shares, share 0 among them = capacity
  *   created = sum(generation) + #(state != FREE);  freed = sum(generation) + #(state == FREEING)
- *   pages[], bins, cell lists, free descriptors, pending: caches of blocks[]; srl_rebuild() makes them anew
+ *   pages[], bins, cell lists, free descriptors, pending, used of shares: caches of blocks[]; srl_rebuild() makes
+ *   them anew
  */
 #ifndef SRL_ARENA_LAYOUT_H
 #define SRL_ARENA_LAYOUT_H
@@ -32,7 +37,7 @@
 #include <stdint.h>
 
 #define SRL_MAGIC         UINT64_C(0x31616e6572616c72) /* "rlarena1" */
-#define SRL_VERSION       4 /* any change below bumps it; attach refuses every other one */
+#define SRL_VERSION       5 /* any change below bumps it; attach refuses every other one */
 #define SRL_MAX_PROCESSES 256
 #define SRL_PAGE          65536u
 #define SRL_TAG_MAX       112
@@ -44,6 +49,9 @@
 #define SRL_CELL_MAX      32768u
 #define SRL_EVENTS        4096u
 #define SRL_SPILL_DIR_MAX 512
+#define SRL_SHARES        16 /* at most, the unnamed one among them */
+#define SRL_SHARE_NAME    48
+#define SRL_BORROWS       (UINT64_C(1) << 63) /* of a ticket: it comes after every ticket without it */
 
 enum srl_state { SRL_FREE = 0, SRL_WRITING = 1, SRL_READY = 2, SRL_RETIRED = 3, SRL_FREEING = 4 };
 
@@ -75,8 +83,8 @@ typedef struct {
     uint64_t span;     /* bytes owned in data: 0, a cell size, or a multiple of SRL_PAGE */
     uint32_t readers;  /* of the last ship */
     uint32_t tail_nbytes;
-    uint32_t crc; /* crc32c of the tail, or of the payload when there is no tail and it is checked */
-    uint32_t reserved;
+    uint32_t crc;        /* crc32c of the tail, or of the payload when there is no tail and it is checked */
+    uint32_t share;      /* index into shares, 0 when there are none */
     uint64_t holders[4]; /* one bit per process; or-ed and and-ed, never stored */
     uint64_t done[4];    /* one bit per reader index */
     char tag[SRL_TAG_MAX];
@@ -86,11 +94,12 @@ typedef struct {
 
 typedef struct {
     uint64_t used;     /* 0: empty and swept; else dirty: whoever finds it dead sweeps it */
-    uint64_t ticket;   /* place in the queue for space, 0 = not waiting */
+    uint64_t ticket;   /* place in the queue for space, 0 = not waiting; SRL_BORROWS is in bit 63 */
     uint64_t stamp_ns; /* CLOCK_MONOTONIC of the waiter's last look; a stale ticket is skipped */
     uint64_t pid;      /* in its own pid namespace; for people, never for decisions */
     uint64_t since_ns; /* CLOCK_BOOTTIME at attach */
-    char name[88];
+    uint64_t queue_ns; /* CLOCK_MONOTONIC when it took its ticket */
+    char name[80];
 } srl_process;
 
 /* One record per 64 KiB page. Only the first and the last page of a span are kept true. */
@@ -130,6 +139,12 @@ typedef struct {
 } srl_event;
 
 typedef struct {
+    char name[SRL_SHARE_NAME]; /* the source; of share 0 "" */
+    uint64_t guaranteed;
+    uint64_t used; /* under the lock */
+} srl_share;
+
+typedef struct {
     uint64_t magic; /* written last */
     uint32_t version, max_processes;
     uint8_t id[16];
@@ -161,12 +176,16 @@ typedef struct {
     uint32_t cell_pages[SRL_CELL_CLASSES];
 
     _Alignas(64) char spill_dir[SRL_SPILL_DIR_MAX]; /* this arena's own, "" = none */
+
+    _Alignas(64) srl_share shares[SRL_SHARES];
+    uint32_t share_count; /* 0: none, everybody takes what is free */
 } srl_header;
 
 _Static_assert(sizeof(srl_block) == 256, "a descriptor is four cache lines");
 _Static_assert(offsetof(srl_block, holders) == 64 && offsetof(srl_block, tag) == 128, "lines 0, 1, 2-3");
 _Static_assert(sizeof(srl_process) == 128, "a process entry is two cache lines");
 _Static_assert(sizeof(srl_page) == 64, "a page record is one cache line");
+_Static_assert(sizeof(srl_share) == 64, "a share is one cache line");
 _Static_assert(sizeof(srl_event) == 32, "two events are a cache line");
 _Static_assert(sizeof(srl_header) <= 4096, "the header is one page");
 

@@ -138,13 +138,22 @@ void srl_drain_if_free(srl_arena *a) {
     }
 }
 
-void srl_queue_enter(srl_arena *a) {
+void srl_queue_enter(srl_arena *a, bool borrows) {
     srl_process *me = a->processes + a->self;
     srl_add_sc(&a->h->waits, 1);
     srl_add32_sc(&a->h->space_waiters,
                  1); /* before the ticket, and after it in leave: a kill can only leave it too high */
-    srl_store_relaxed(&me->stamp_ns, srl_now_ns(CLOCK_MONOTONIC));
-    srl_store_sc(&me->ticket, srl_add_sc(&a->h->next_ticket, 1));
+    uint64_t now = srl_now_ns(CLOCK_MONOTONIC);
+    srl_store_relaxed(&me->stamp_ns, now);
+    srl_store_relaxed(&me->queue_ns, now);
+    srl_store_sc(&me->ticket, srl_add_sc(&a->h->next_ticket, 1) | (borrows ? SRL_BORROWS : 0));
+}
+
+void srl_queue_class(srl_arena *a, bool borrows) {
+    srl_process *me = a->processes + a->self;
+    uint64_t had = srl_load_sc(&me->ticket), has = (had & ~SRL_BORROWS) | (borrows ? SRL_BORROWS : 0);
+    if (had && has != had)
+        srl_store_sc(&me->ticket, has);
 }
 
 void srl_queue_leave(srl_arena *a) {
@@ -153,20 +162,44 @@ void srl_queue_leave(srl_arena *a) {
     srl_space_wake(a); /* the next in line looks now instead of at its tick */
 }
 
-/* Nobody who waits has an older ticket. A waiter that stopped looking (dead, or SIGSTOP) is passed by. */
-bool srl_queue_first(const srl_arena *a) {
-    uint64_t mine = srl_load_sc(&a->processes[a->self].ticket);
+/* A waiter that stopped looking (dead, or SIGSTOP) is passed by. */
+static bool still_looks(const srl_process *waiter, uint64_t now) {
+    return srl_load_relaxed(&waiter->stamp_ns) + STALE_TICKET_NS > now;
+}
+
+/* Nobody who waits comes before this attempt: those within their shares first, then by age of the ticket; who has
+ * none comes last among its kind. */
+bool srl_queue_first(const srl_arena *a, bool borrows) {
+    uint64_t ticket = srl_load_sc(&a->processes[a->self].ticket) & ~SRL_BORROWS;
+    uint64_t mine = (ticket ? ticket : SRL_BORROWS - 1) | (borrows ? SRL_BORROWS : 0);
     uint64_t now = 0;
     for (unsigned p = 0; p < a->max_processes; p++) {
         uint64_t t = srl_load_sc(&a->processes[p].ticket);
-        if (!t || p == a->self || (mine && t > mine))
+        if (!t || p == a->self || t > mine)
             continue;
         if (!now)
             now = srl_now_ns(CLOCK_MONOTONIC);
-        if (srl_load_relaxed(&a->processes[p].stamp_ns) + STALE_TICKET_NS > now)
+        if (still_looks(a->processes + p, now))
             return false;
     }
     return true;
+}
+
+/* How many other processes wait for space; since_ns: when the first of them began
+ * (CLOCK_MONOTONIC), UINT64_MAX if none does. */
+unsigned srl_queue_others(const srl_arena *a, uint64_t *since_ns) {
+    uint64_t now = srl_now_ns(CLOCK_MONOTONIC);
+    unsigned n = 0;
+    *since_ns = UINT64_MAX;
+    for (unsigned p = 0; p < a->max_processes; p++) {
+        const srl_process *one = a->processes + p;
+        if (p == a->self || !srl_load_sc(&one->ticket) || !still_looks(one, now))
+            continue;
+        uint64_t began = srl_load_relaxed(&one->queue_ns);
+        *since_ns = began < *since_ns ? began : *since_ns;
+        n++;
+    }
+    return n;
 }
 
 void srl_space_wait(srl_arena *a, uint32_t seen, uint64_t timeout_ns) {

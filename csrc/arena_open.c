@@ -84,13 +84,14 @@ int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size) {
     uint64_t used = srl_load_acquire(&h->table_used); /* before what it is compared with: both only grow */
     uint64_t table = srl_load_acquire(&h->table_committed), pages = srl_load_acquire(&h->committed_pages);
     uint64_t capacity = h->capacity;
-    uint32_t processes = h->max_processes;
+    uint32_t processes = h->max_processes, shares = h->share_count;
     if (capacity == 0 || capacity % SRL_PAGE || capacity / SRL_PAGE >= SRL_NONE ||
         h->max_blocks != srl_max_blocks(capacity) || h->ctl_size != srl_ctl_size(capacity, h->max_blocks) ||
         h->ctl_size > ctl_size || h->max_pages != pages_of(capacity) || h->events_off != events_off() ||
         h->pending_off != pending_off() || h->pages_off != pages_off(h->max_blocks) ||
         h->blocks_off != blocks_off(capacity, h->max_blocks) || processes == 0 ||
-        processes > SRL_MAX_PROCESSES || pages > h->max_pages || table > h->max_blocks || used > table)
+        processes > SRL_MAX_PROCESSES || shares > SRL_SHARES || pages > h->max_pages ||
+        table > h->max_blocks || used > table)
         return -EUCLEAN;
     memset(a, 0, sizeof *a);
     a->h = h;
@@ -102,6 +103,7 @@ int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size) {
     a->max_pages = (uint32_t)pages_of(capacity);
     a->max_blocks = srl_max_blocks(capacity);
     a->max_processes = processes;
+    a->shares = shares;
     a->self = SRL_NONE;
     pthread_mutex_init(&a->mutex, NULL);
     return 0;

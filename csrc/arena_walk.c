@@ -41,12 +41,9 @@ static key source_key(const srl_block *b, uint64_t bytes) {
     key out = {.bytes = bytes};
     char tag[SRL_TAG_MAX];
     copy_acquire(tag, b->tag, sizeof tag);
-    const char *end = tag + strnlen(tag, sizeof tag), *at = memchr(tag, '/', (size_t)(end - tag));
-    if (!at++)
-        return out;
-    const char *slash = memchr(at, '/', (size_t)(end - at));
-    out.len = (uint32_t)((slash ? slash : end) - at);
-    memcpy(out.text, at, out.len);
+    const char *source = srl_source_of(tag, (uint32_t)strnlen(tag, sizeof tag), &out.len);
+    if (source)
+        memcpy(out.text, source, out.len);
     return out;
 }
 
@@ -289,6 +286,8 @@ static void check_block(const srl_arena *a, uint32_t i, uint64_t w, const uint64
     if (b->nbytes > room || b->tail_nbytes > room - b->nbytes)
         BLOCK_FAULT("%lu bytes and a tail of %u in a %s of %lu", b->nbytes, b->tail_nbytes,
                     spilled ? "file" : "span", room);
+    if (!srl_share_exists(a, b->share))
+        BLOCK_FAULT("share %u of %u", b->share, a->shares);
     if (owner >= a->max_processes)
         BLOCK_FAULT("owner %u of %u processes", owner, a->max_processes);
     else if (state == SRL_WRITING && !bit_of(attached, owner))
@@ -336,20 +335,39 @@ static uint64_t free_cell_bytes(const srl_arena *a, report *r) {
     return total;
 }
 
+/* What the blocks own, in all and by share. */
+typedef struct {
+    uint64_t used, share[SRL_SHARES];
+} owned;
+
 /* The faults of one block; none of a moment at which its word was changing. */
-static void check_slot(const srl_arena *a, uint32_t i, const uint64_t *attached, uint64_t *used, report *r) {
+static void check_slot(const srl_arena *a, uint32_t i, const uint64_t *attached, owned *sum, report *r) {
     for (unsigned left = RETRIES;; left--) {
         report before = *r;
         uint64_t w = srl_load_acquire(&a->blocks[i].word), span = 0;
+        uint32_t share = 0;
         if (SRL_STATE(w) != SRL_FREE) {
             span = srl_load_acquire(&a->blocks[i].span);
+            share = srl_load32_sc(&a->blocks[i].share);
             check_block(a, i, w, attached, r);
         }
         if (!left || srl_load_acquire(&a->blocks[i].word) == w) {
-            *used += span;
+            sum->used += span;
+            if (share < a->shares)
+                sum->share[share] += span;
             return;
         }
         *r = before;
+    }
+}
+
+static void check_shares(const srl_arena *a, const owned *sum, report *r) {
+    for (uint32_t i = 0; i < a->shares; i++) {
+        const srl_share *s = a->h->shares + i;
+        uint64_t counts = srl_load_relaxed(&s->used);
+        if (counts != sum->share[i])
+            FAULT(r, "share %u (%.*s) counts %lu bytes, its blocks own %lu\n", i, SRL_SHARE_NAME - 1,
+                  i ? s->name : "unnamed", counts, sum->share[i]);
     }
 }
 
@@ -357,7 +375,8 @@ static void check_slot(const srl_arena *a, uint32_t i, const uint64_t *attached,
  * had its lock meanwhile: the caller has it, or looks at the lock's word before and after. */
 int srl_fsck(const srl_arena *a, char *out, unsigned out_len) {
     report r = {out, out_len, 0};
-    uint64_t used = 0, attached[SRL_MAX_PROCESSES / 64], n = srl_table_used(a);
+    uint64_t attached[SRL_MAX_PROCESSES / 64], n = srl_table_used(a);
+    owned sum = {0};
     if (out_len)
         *out = 0;
     if (!srl_counts_are_sane(a))
@@ -365,13 +384,14 @@ int srl_fsck(const srl_arena *a, char *out, unsigned out_len) {
               a->h->table_used, a->h->table_committed, a->max_blocks, a->h->committed_pages, a->max_pages);
     attached_processes(a, attached);
     for (uint64_t i = 0; i < n; i++)
-        check_slot(a, (uint32_t)i, attached, &used, &r);
+        check_slot(a, (uint32_t)i, attached, &sum, &r);
     uint64_t free_pages = free_page_bytes(a, &r), free_cells = free_cell_bytes(a, &r);
     uint64_t counted = srl_load_relaxed(&a->h->used_bytes), committed = srl_committed_pages(a) * SRL_PAGE;
-    if (used != counted)
-        FAULT(&r, "blocks own %lu bytes, the allocator counts %lu\n", used, counted);
-    if (used + free_pages + free_cells != committed)
-        FAULT(&r, "used %lu + free pages %lu + free cells %lu != committed %lu\n", used, free_pages,
+    if (sum.used != counted)
+        FAULT(&r, "blocks own %lu bytes, the allocator counts %lu\n", sum.used, counted);
+    if (sum.used + free_pages + free_cells != committed)
+        FAULT(&r, "used %lu + free pages %lu + free cells %lu != committed %lu\n", sum.used, free_pages,
               free_cells, committed);
+    check_shares(a, &sum, &r);
     return (int)r.found;
 }

@@ -378,6 +378,7 @@ cdef class Core:
     cdef uint32_t node, number   # what every handle of this arena carries
     cdef uint32_t reader_index
     cdef bint attached, shut, writable
+    cdef Py_ssize_t within       # threads that wait for what their source's share covers
 
     def __cinit__(self):
         self.live.fd = self.live.spill = self.ctl_fd = self.data_fd = -1
@@ -587,7 +588,9 @@ cdef class Core:
         cdef uint64_t began = srl_now_ns(CLOCK_MONOTONIC)
         cdef uint64_t deadline = deadline_of(timeout_s), patience
         cdef int rc
-        turn = self._waiting(r.nbytes, r.nbytes + r.room, on_full, timeout_s)
+        cdef str tag = r.tag[:r.tag_len].decode()
+        cdef uint64_t most = srl_share_limit(&self.a, srl_share_of(&self.a, r.tag, r.tag_len))
+        turn = self._waiting(r.nbytes, r.nbytes + r.room, tag, on_full, timeout_s, most)
         self.users += 1
         try:
             while True:
@@ -601,7 +604,7 @@ cdef class Core:
                     self._raise_stalled((srl_now_ns(CLOCK_MONOTONIC) - began) / 1e9)
                 if rc not in (-ENOSPC, -EXFULL, -EMLINK):
                     check(rc, "reserve:")
-                if turn.next(-rc):
+                if turn.next(-rc, r.borrows):
                     r.spill = True
         finally:
             turn.leave()
@@ -624,14 +627,34 @@ cdef class Core:
     def _queue(self, bint enter):
         """Takes this process's place in the queue for space, or gives it up."""
         if enter:
-            srl_queue_enter(&self.a)
+            srl_queue_enter(&self.a, not self.within)
         else:
             srl_queue_leave(&self.a)
 
+    def _queue_class(self, bint was, bint now):
+        """Whether a waiting thread was, and now is, within its share; their one place is that of the best."""
+        self.within += <int> now - <int> was
+        srl_queue_class(&self.a, not self.within)
+
     def _others_wait(self):
-        """Whether another process is in the queue for space and looks at it."""
+        """(other processes that wait for space and look at it, seconds since the first of them began)."""
         self._alive()
-        return not srl_queue_first(&self.a)
+        cdef uint64_t since
+        cdef uint32_t n = srl_queue_others(&self.a, &since)
+        return n, max(0, <int64_t> (srl_now_ns(CLOCK_MONOTONIC) - since)) / 1e9 if n else 0.0
+
+    def _share(self, str tag):
+        """(index, bytes that others have kept for them) of the share a tag belongs to; None without shares."""
+        cdef Py_ssize_t n
+        cdef const char *raw = PyUnicode_AsUTF8AndSize(tag, &n)
+        if not self.a.shares:
+            return None
+        index = srl_share_of(&self.a, raw, <uint32_t> n)
+        return index, srl_share_kept(&self.a, index)
+
+    def _is_dead(self, uint32_t process):
+        """Whether the kernel says so; never of this process."""
+        return process != self.a.self and srl_live_is_dead(&self.live, process) != 0
 
     def _note_full(self, uint64_t nbytes):
         """Leaves an event: there was no room for nbytes."""

@@ -44,8 +44,11 @@ def ctl_nbytes(capacity):
 
 
 def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t boot, uint32_t max_processes,
-               uint32_t table_step, bint huge, uint64_t orphan_ttl_ns, bytes run_id, bytes spill_dir):
-    """Writes the header of a new ctl file (any writable buffer of 4,096 bytes or more), its magic last."""
+               uint32_t table_step, bint huge, uint64_t orphan_ttl_ns, bytes run_id, bytes spill_dir, dict shares):
+    """Writes the header of a new ctl file (any writable buffer of 4,096 bytes or more), its magic last.
+
+    shares: bytes by source; what they leave of the capacity is the share of all others. {}: there are none.
+    """
     cdef Py_buffer raw
     cdef srl_header given
     memset(&given, 0, sizeof(given))
@@ -54,6 +57,15 @@ def format_ctl(buffer, uint64_t capacity, bytes ident, uint32_t node, uint32_t b
     memcpy(given.spill_dir, PyBytes_AsString(spill_dir), min(len(spill_dir), SRL_SPILL_DIR_MAX - 1))
     given.node, given.boot, given.max_processes, given.table_step = node, boot, max_processes, table_step
     given.huge, given.orphan_ttl_ns = huge, orphan_ttl_ns
+    cdef bytes name
+    if shares:
+        given.share_count = 1
+        given.shares[0].guaranteed = capacity - <uint64_t> sum(shares.values())
+    for source, nbytes in shares.items():
+        name = source.encode()
+        memcpy(given.shares[given.share_count].name, PyBytes_AsString(name), min(len(name), SRL_SHARE_NAME - 1))
+        given.shares[given.share_count].guaranteed = nbytes
+        given.share_count += 1
     PyObject_GetBuffer(buffer, &raw, PyBUF_WRITABLE)
     srl_format(raw.buf, capacity, &given)
     PyBuffer_Release(&raw)
@@ -114,6 +126,12 @@ cdef class Ctl:
     def processes(self):
         """A copy of the process table's bytes."""
         return PyBytes_FromStringAndSize(<char *> self.a.processes, self.a.max_processes * sizeof(srl_process))
+
+    def shares(self):
+        """(source, bytes guaranteed, bytes used) of each share, the unnamed one first, as ""; [] without shares."""
+        cdef srl_share *s = self.a.h.shares
+        return [(s[i].name[:strnlen(s[i].name, SRL_SHARE_NAME)].decode("utf-8", "replace"), s[i].guaranteed, s[i].used)
+                for i in range(self.a.shares)]
 
     def slots(self):
         """How many descriptors were ever used: rows are below."""

@@ -14,13 +14,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shmrl.arena import columns as tails
 from shmrl.arena import files as names
 from shmrl.arena import memory, placement, spill, table
+from shmrl.arena import shares as words
 from shmrl.arena._arena import Block, Core, View
 from shmrl.arena._ctl import Ctl, ctl_nbytes, format_ctl, spill_dir_of
 from shmrl.arena.files import Files
@@ -28,7 +29,7 @@ from shmrl.arena.placement import Pages
 from shmrl.arena.waiting import Waiting
 from shmrl.errors import ArenaCorrupt, ArenaError, ArenaFull, ForeignArena, StaleHandle
 from shmrl.types import Handle
-from shmrl.units import parse_bytes
+from shmrl.units import parse_bytes, parse_shares
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Arena(Core):
         preallocate: bool = False,
         huge_pages: str = "auto",
         numa: str = "none",
+        shares: Mapping[str, float | int | str] | None = None,
     ) -> Arena:
         """A new arena of `capacity` bytes (rounded up to 64 KiB), attached; removes dead arenas of this uid first.
 
@@ -76,6 +78,10 @@ class Arena(Core):
         long after it was noticed (None: never). huge_pages: "auto" (where mount or shmem_enabled give them), "always"
         (or ArenaError), "never". numa: "none", "interleave", "bind:<nodes>" (ArenaError where mbind is forbidden).
         spill_dir: an existing directory for what does not fit, with on_full="spill".
+        shares: what sources (second part of a tag) can count on, {"math": 0.5, "code": "2GiB"}, as fractions of the
+        capacity or bytes, at most 15; all other sources have the rest together. Beyond its share a source borrows what
+        is idle, but for a reserve of at most an eighth, and waits behind those within theirs; what is lent comes back
+        when it is freed.
         ArenaFull when mount, memory, a cgroup or an rlimit has less now; ValueError.
         """
         asked = parse_bytes(capacity)
@@ -83,13 +89,15 @@ class Arena(Core):
         if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
             raise ValueError(f"capacity={asked} (1 to 2^47 bytes), max_processes={max_processes} (1 to 256)")
         ttl_ns = _ttl_ns(orphan_ttl_s)
+        guaranteed = parse_shares(shares or {}, nbytes)
         for dead in names.listed(base):
             names.remove_if_dead(dead)
         mount = names.new(backing, base).mount
         _require(mount, nbytes)
         pages = Pages.chosen(huge_pages, numa, mount)
         where, live = names.claimed(backing, base)
-        arena = _made(cls, where, live, nbytes, run_id or where.key[-32:-24], max_processes, ttl_ns, pages, spill_dir)
+        run_id = run_id or where.key[-32:-24]
+        arena = _made(cls, where, live, nbytes, run_id, max_processes, ttl_ns, pages, spill_dir, guaranteed)
         if preallocate:
             arena._preallocate()
         return arena
@@ -220,19 +228,34 @@ class Arena(Core):
 
     # -------------------------------------------------------------------------------------------------------- messages
 
-    def _full(self, nbytes: int, waited_s: float) -> ArenaFull:
-        stats = self.stats(by="holder")
-        top = sorted(stats["by"].items(), key=lambda item: -item[1]["bytes"])[:5]
-        held = ", ".join(f"{name}: {memory.human(row['bytes'])} in {row['blocks']} blocks" for name, row in top)
+    def _full(self, nbytes: int, waited_s: float, tag: str = "") -> ArenaFull:
+        with self._look() as look:
+            stats, groups = look.count("holder")
+            processes, shares = table.processes(look.processes()), look.shares()
+        top = sorted(groups["holder"].items(), key=lambda item: -item[1][1])[:5]
+        held = ", ".join(self._held(key, *row, processes) for key, row in top)
         refused = f"; it cannot grow: {self._refused[1]}" if self._refused else ""
         refused += "; no wait helps: the block is larger than the arena" if nbytes > stats["capacity_bytes"] else ""
         refused += self._spill_room(stats)
+        if (mine := self._share(tag)) is not None:
+            refused += f"; {words.refusal(shares, *mine)}"
         return ArenaFull(
             f"no room for {memory.human(nbytes)} after {waited_s:.1f} s: {memory.human(stats['used_bytes'])} "
             f"of {memory.human(stats['committed_bytes'])} committed ({memory.human(stats['capacity_bytes'])} capacity) "
             f"are used by {stats['blocks']} blocks, {stats['orphaned']} of them orphans{refused}. "
             f"Top holders: {held or 'none'}"
         )
+
+    def _held(self, index: int | None, blocks: int, nbytes: int, processes: dict[int, table.Process]) -> str:
+        """One holder: who, whether it lives and since when it is here, and how much it has."""
+        much = f"{memory.human(nbytes)} in {blocks} blocks"
+        if index is None:
+            return f"{table.ORPHANS}: {much}"
+        if (one := processes.get(index)) is None:
+            return f"process {index} (has left): {much}"
+        here_s = (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - one.since_ns) / 1e9
+        life = "DEAD, not swept yet" if self._is_dead(index) else "alive"
+        return f"{one.name} ({one.pid}), {life}, attached {here_s:.0f} s ago: {much}"
 
     def _spill_room(self, stats: dict[str, Any]) -> str:
         """The other limit, in numbers; "" without a spill directory."""
@@ -250,8 +273,8 @@ class Arena(Core):
             return self._full(nbytes, waited_s)
         return ArenaError(f"{memory.human(nbytes)} cannot be spilled to {self._spill_dir()}: {os.strerror(code)}")
 
-    def _waiting(self, nbytes: int, total: int, on_full: str, timeout_s: float | None) -> Waiting:
-        return Waiting(self, nbytes, total, on_full, timeout_s)
+    def _waiting(self, nbytes: int, total: int, tag: str, on_full: str, timeout_s: float | None, most: int) -> Waiting:
+        return Waiting(self, nbytes, total, tag, on_full, timeout_s, most)
 
     # ------------------------------------------------------------------------------------------------------- inspection
 
@@ -264,14 +287,17 @@ class Arena(Core):
             "node_bytes": placement.bytes_by_node(name),
         }
 
-    def pressure(self) -> dict[str, int]:
+    def pressure(self) -> dict[str, Any]:
         """How full it is, for whoever decides what starts next; microseconds, no lock. Bytes:
 
         used_bytes: what blocks take. capacity_bytes: what they ever can: what is committed and, as far as mount, memory
-        and cgroups allowed within the last second, the rest. waiting: 1 if another process waits for space, else 0.
+        and cgroups allowed within the last second, the rest. waiting: how many other processes wait for space.
+        oldest_wait_s: since the first of them began, 0.0 if none does.
         """
         used = self._header()["used_bytes"]  # the allocator's own count: no walk over a million blocks
-        return {"used_bytes": used, "capacity_bytes": self._reachable(), "waiting": int(self._others_wait())}
+        waiting, oldest_s = self._others_wait()
+        capacity = self._reachable()
+        return {"used_bytes": used, "capacity_bytes": capacity, "waiting": waiting, "oldest_wait_s": oldest_s}
 
     def _reachable(self) -> int:
         """The capacity, or less where the limits do not let the arena grow to it."""
@@ -285,7 +311,8 @@ class Arena(Core):
         """Counters of the whole arena; `by` adds {"by": {key: {"blocks", "bytes"}}} whose bytes sum to used_bytes.
 
         by: "source" | "step" | "field" | "holder" | "age". exact=True reads under the allocator's lock. used_bytes are
-        what blocks take from the arena (payload, tail and rounding); created == freed + blocks.
+        what blocks take from the arena (payload, tail and rounding); created == freed + blocks. In an arena with shares
+        rows by source have "share" and "borrowed" too, in bytes; those of unnamed sources all show the one they have.
         """
         counters: dict[str, Any] = self._stats(exact)
         if by is None:
@@ -294,7 +321,8 @@ class Arena(Core):
             raise ValueError(f"by={by!r}: {', '.join(table.BY)}")
         with self._look(fields=by == "field") as look:
             counters, groups = self._locked_call(lambda: look.count(by)) if exact else look.count(by)
-            return {**counters, "by": self._names(look).groups(by, groups[by])}
+            rows = self._names(look).groups(by, groups[by])
+            return {**counters, "by": words.annotated(rows, look.shares()) if by == "source" else rows}
 
     def fsck(self) -> list[str]:
         """Checks every invariant under the allocator's lock, then the spilled blocks' files -> a line per fault."""
@@ -363,13 +391,14 @@ def _made(
     ttl_ns: int,
     pages: Pages,
     spill_dir: str | None,
+    guaranteed: dict[str, int],
 ) -> Arena:
     """Files, header, first commitments; on any failure nothing is left."""
     fds = [live]
     try:
         fds.append(where.create("ctl"))
         spilled = None if spill_dir is None else spill.path_of(spill_dir, where.key[-32:])
-        _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns, pages.huge, spilled)
+        _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns, pages.huge, spilled, guaranteed)
         fds.append(where.create("data"))
         where.size(fds[2], nbytes)
         fds.append(_spill_made(spilled))
@@ -406,6 +435,7 @@ def _format(
     ttl_ns: int,
     huge: bool,
     spilled: Path | None,
+    guaranteed: dict[str, int],
 ) -> None:
     size, fixed = ctl_nbytes(nbytes)
     where.size(ctl, size)
@@ -415,7 +445,8 @@ def _format(
     step = min(TABLE_STEP, max(1024, nbytes // 4096))
     with mmap.mmap(ctl, mmap.PAGESIZE) as header:
         directory = b"" if spilled is None else os.fsencode(spilled)
-        format_ctl(header, nbytes, ident, node, boot, max_processes, step, huge, ttl_ns, run_id.encode(), directory)
+        name = run_id.encode()
+        format_ctl(header, nbytes, ident, node, boot, max_processes, step, huge, ttl_ns, name, directory, guaranteed)
 
 
 def _first_commitments(arena: Arena, where: Files, nbytes: int) -> int:

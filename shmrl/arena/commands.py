@@ -40,7 +40,8 @@ def blocks(
 def stats(address: str | None = None, by: str | None = None) -> list[dict[str, Any]]:
     """Counters; by_<key>: {name: {"blocks", "bytes"}}, whose bytes sum to used_bytes; who is attached.
 
-    by: one of table.BY, else source, step and holder. ForeignArena, ConfigError.
+    by: one of table.BY, else source, step and holder; with shares, rows by source have "share" and "borrowed" too.
+    ForeignArena, ConfigError.
     """
     if by is not None and by not in table.BY:
         raise ConfigError(f"by {by!r}: {', '.join(table.BY)}")
@@ -60,6 +61,7 @@ def _stats(address: str, groups: tuple[str, ...]) -> dict[str, Any]:
 def top(address: str | None = None, count: int = 10) -> list[dict[str, Any]]:
     """Who has the bytes: per arena by holder, source, step, age and field; the largest and oldest blocks; suspects.
 
+    waiting, oldest_wait_s: processes that wait for space.
     Each table has the `count` largest groups and the rest as one, so that its bytes sum to used_bytes. suspects:
     {"blocks", "rows"}: what may leak, the oldest first, each with "why".
     """
@@ -71,10 +73,13 @@ def _top(address: str, count: int) -> dict[str, Any]:
         counters, counted = seen.counts(*table.BY)
         newest = max((int(step) for step in counted["step"] if step), default=None)
         suspects, rows = seen.suspects(newest, count)
+        waiting, oldest_s = seen.waiting()
         return {
             "address": address,
             "run_id": seen.head["run_id"],
             **counters,
+            "waiting": waiting,
+            "oldest_wait_s": oldest_s,
             "newest_step": newest,
             **{by: _largest(by, counted[by], count) for by in table.BY},
             "largest": list(seen.rows(Filter(), "size", count)),

@@ -18,6 +18,8 @@ cdef extern from "arena_live.h" nogil:
     enum: SRL_NONE
     enum: SRL_ORPHAN
     enum: SRL_PAGE
+    enum: SRL_SHARE_NAME
+    enum: SRL_SHARES
     enum: SRL_SPILL_DIR_MAX
     enum: SRL_SPILLED
     enum: SRL_TAG_MAX
@@ -26,7 +28,7 @@ cdef extern from "arena_live.h" nogil:
 
     ctypedef struct srl_block:
         uint64_t word, offset, nbytes, nonce, birth_ns, span
-        uint32_t readers, tail_nbytes, crc
+        uint32_t readers, tail_nbytes, crc, share
         uint64_t holders[4]
         uint64_t done[4]
         char tag[112]
@@ -34,8 +36,12 @@ cdef extern from "arena_live.h" nogil:
         uint64_t orphan_ns
 
     ctypedef struct srl_process:
-        uint64_t used, ticket, pid, since_ns
-        char name[88]
+        uint64_t used, ticket, stamp_ns, pid, since_ns, queue_ns
+        char name[80]
+
+    ctypedef struct srl_share:
+        char name[48]
+        uint64_t guaranteed, used
 
     ctypedef struct srl_page:
         uint32_t length
@@ -55,6 +61,8 @@ cdef extern from "arena_live.h" nogil:
         char spill_dir[512]
         uint64_t events, lock, used_bytes, committed_pages, table_committed, table_used
         uint32_t space_seq
+        srl_share shares[16]
+        uint32_t share_count
 
     ctypedef struct srl_hold:
         uint32_t count, generation
@@ -64,15 +72,15 @@ cdef extern from "arena_live.h" nogil:
         srl_process *processes
         srl_page *pages
         srl_block *blocks
-        uint32_t max_pages, max_blocks, max_processes, self
+        uint32_t max_pages, max_blocks, max_processes, shares, self
         srl_hold *holds
 
     ctypedef struct srl_request:
         uint64_t nbytes, room
         const char *tag
         uint32_t tag_len
-        bint spill  # bool
-        uint32_t slot, generation
+        bint spill, borrows  # bool
+        uint32_t share, slot, generation
         uint64_t nonce, offset
 
     ctypedef struct srl_stats:
@@ -112,11 +120,15 @@ cdef extern from "arena_live.h" nogil:
     void srl_unlock(srl_arena *a)
     void srl_drain_if_free(srl_arena *a)
     uint32_t srl_lock_owner(const srl_arena *a)
-    void srl_queue_enter(srl_arena *a)
+    void srl_queue_enter(srl_arena *a, bint borrows)
+    void srl_queue_class(srl_arena *a, bint borrows)
     void srl_queue_leave(srl_arena *a)
-    bint srl_queue_first(const srl_arena *a)
+    uint32_t srl_queue_others(const srl_arena *a, uint64_t *since_ns)
     void srl_space_wait(srl_arena *a, uint32_t seen, uint64_t timeout_ns)
     uint64_t srl_span_nbytes(uint64_t total)
+    uint32_t srl_share_of(const srl_arena *a, const char *tag, uint32_t tag_len)
+    uint64_t srl_share_kept(const srl_arena *a, uint32_t share)
+    uint64_t srl_share_limit(const srl_arena *a, uint32_t share)
     int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns)
     int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bint checked)
     int srl_abort(srl_arena *a, uint32_t slot, uint32_t gen)
@@ -143,6 +155,7 @@ cdef extern from "arena_live.h" nogil:
     void srl_live_init(srl_live *live, int fd, int spill)
     void srl_live_watch_forks(srl_live *live)
     void srl_live_unwatch(srl_live *live)
+    int srl_live_is_dead(void *live, unsigned process)
     int srl_claim(srl_arena *a, srl_live *live)
     int srl_sweep_dead(srl_arena *a, srl_live *live)
     int srl_others_alive(const srl_arena *a, srl_live *live)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shmrl.arena import files, spill, table
+from shmrl.arena import files, shares, spill, table
 from shmrl.arena._ctl import Ctl, spill_dir_of
 from shmrl.errors import ArenaCorrupt, ConfigError, ForeignArena, StaleHandle
 from shmrl.types import Handle
@@ -90,7 +90,16 @@ class Look:
         """(counters of Arena.stats(), {by: {name: {"blocks", "bytes"}}}); each table's bytes sum to used_bytes."""
         counters, groups = self.ctl.count(*by)
         names = self.names
-        return counters, {key: names.groups(key, groups[key]) for key in by}
+        rows = {key: names.groups(key, groups[key]) for key in by}
+        if "source" in rows:
+            rows["source"] = shares.annotated(rows["source"], self.ctl.shares())
+        return counters, rows
+
+    def waiting(self) -> tuple[int, float]:
+        """(living processes that wait for space, seconds since the first of them began; 0.0)."""
+        began = [p.waits_since_ns for index, p in self.processes.items() if index in self.alive and p.waits_since_ns]
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        return len(began), max(0, now - min(began)) / 1e9 if began else 0.0
 
     def rows(self, wanted: Filter, order: str | None = None, limit: int | None = None) -> Iterator[dict[str, Any]]:
         """Blocks as Arena.ls() has them, one at a time: largest, oldest or by tag first, else in slot order.

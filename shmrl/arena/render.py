@@ -18,6 +18,7 @@ from shmrl.arena.memory import human
 
 Row = dict[str, Any]
 ROWS = 20  # of one table of stats
+_SHARES: dict[bool, tuple[str, ...]] = {False: (), True: ("SHARE", "BORROWED")}
 _BLOCK = "{:>10}  {:<24} {:>6} {:>9}  {:<28} {:<44} {}"
 
 
@@ -79,8 +80,12 @@ def _stats(row: Row) -> str:
     lines += [f"  {'alive' if p['alive'] else 'DEAD '} {p['pid']:>8}  {_plain(p['name'])}" for p in row["attached"]]
     for by in table.BY:
         groups = sorted(row.get(f"by_{by}", {}).items(), key=lambda item: -item[1]["bytes"])
-        cells = [(_plain(name or "-"), str(group["blocks"]), human(group["bytes"])) for name, group in groups[:ROWS]]
-        lines += _section((by.upper(), "BLOCKS", "BYTES"), cells)
+        shared = any("share" in group for _, group in groups)
+        cells = [
+            (_plain(name or "-"), str(group["blocks"]), human(group["bytes"]), *_shares(group, shared))
+            for name, group in groups[:ROWS]
+        ]
+        lines += _section((by.upper(), "BLOCKS", "BYTES", *_SHARES[shared]), cells)
         lines += [f"... and {len(groups) - ROWS} more (--json has them all)"] if len(groups) > ROWS else []
     return "\n".join(lines)
 
@@ -99,20 +104,30 @@ def _top(row: Row) -> str:
         f"{human(capacity)} used, {human(committed)} committed, {row['blocks']} blocks, {row['orphaned']} orphans"
         f"{spilled}{step}"
     ]
+    if row["waiting"]:
+        lines.append(f"  {row['waiting']} processes wait for space, the first for {_age(row['oldest_wait_s'])}")
     suspects = row["suspects"]
     lines += _section(
         (f"SUSPECTS ({suspects['blocks']})", "BYTES", "AGE", "WHY"),
         [(*_sized(one), _age(one["age_s"]), "; ".join(one["why"])) for one in suspects["rows"]],
     )
     for by in table.BY:
-        groups = [(_plain(one[by] or "-"), human(one["bytes"]), str(one["blocks"])) for one in row[by]]
-        lines += _section((by.upper(), "BYTES", "BLOCKS"), groups)
+        shared = any("share" in one for one in row[by])
+        groups = [
+            (_plain(one[by] or "-"), human(one["bytes"]), str(one["blocks"]), *_shares(one, shared)) for one in row[by]
+        ]
+        lines += _section((by.upper(), "BYTES", "BLOCKS", *_SHARES[shared]), groups)
     for which in ("largest", "oldest"):
         found = [
             (*_sized(one), _state(one), _plain(one["owner"] or "orphan"), _age(one["age_s"])) for one in row[which]
         ]
         lines += _section((which.upper(), "BYTES", "STATE", "OWNER", "AGE"), found)
     return "\n".join(lines)
+
+
+def _shares(group: Row, shared: bool) -> tuple[str, ...]:
+    """The cells of a row by source, in a table of an arena with shares."""
+    return tuple(human(group[key]) if key in group else "" for key in ("share", "borrowed")) if shared else ()
 
 
 def _section(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_PROCESS = struct.Struct("<QQQQQ88s")
+_PROCESS = struct.Struct("<QQQQQQ80s")
 STATES = ("free", "writing", "ready", "retired", "freeing")
 FLAGS = ("orphan", "shipped", "discarded", "spilled", "unchecked")
 BY = ("source", "step", "holder", "age", "field")  # csrc/arena_core.h: enum srl_by
@@ -26,7 +26,8 @@ class Process:
     index: int
     pid: int
     name: str
-    since_ns: int
+    since_ns: int  # CLOCK_BOOTTIME
+    waits_since_ns: int  # for space; CLOCK_MONOTONIC, 0 = it does not
 
 
 class Names(NamedTuple):
@@ -66,7 +67,8 @@ def processes(raw: bytes) -> dict[int, Process]:
     """The used entries of a process table by index."""
     out = {}
     for index in range(len(raw) // _PROCESS.size):
-        used, _, _, pid, since, name = _PROCESS.unpack_from(raw, _PROCESS.size * index)
+        used, ticket, _, pid, since, queued, name = _PROCESS.unpack_from(raw, _PROCESS.size * index)
         if used:
-            out[index] = Process(index, pid, name.split(b"\0", 1)[0].decode(errors="replace"), since)
+            text = name.split(b"\0", 1)[0].decode(errors="replace")
+            out[index] = Process(index, pid, text, since, queued if ticket else 0)
     return out

@@ -1,6 +1,7 @@
 """A reserve that found no room: grow, recover, queue, wait, spill, or say why not. One `Waiting` per such call.
 
-The queue is first come first served across processes, with one place per process: threads share theirs.
+The queue is first come first served across processes, with one place per process: threads share theirs. In an arena
+with shares those within theirs come before those who borrow; each attempt says anew which it is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shmrl.arena.memory import human
-from shmrl.errors import PeerDied
+from shmrl.errors import ArenaFull, PeerDied
 
 if TYPE_CHECKING:
     from shmrl.arena.arena import Arena
@@ -41,28 +42,33 @@ def giving_up(wanted: threading.Event) -> Iterator[None]:
 class Waiting:
     """`next(code)` after each attempt that failed returns when the next one is due, or raises; then `leave()`.
 
-    seen: the arena's space counter as read before the attempt. A block larger than the arena is not waited for.
+    seen: the arena's space counter as read before the attempt. total: with the tail; more than `most`, all that this
+    source can ever have at once, is not waited for.
     """
 
-    def __init__(self, arena: Arena, nbytes: int, total: int, on_full: str, timeout_s: float | None) -> None:
+    def __init__(
+        self, arena: Arena, nbytes: int, total: int, tag: str, on_full: str, timeout_s: float | None, most: int
+    ) -> None:
         self.seen = 0
-        self._arena, self._nbytes, self._total = arena, nbytes, total
+        self._arena, self._nbytes, self._total, self._tag = arena, nbytes, total, tag
         self._may_spill, self._spilling = on_full == "spill", False
         self._began = time.monotonic()
         self._deadline = float("inf") if timeout_s is None else self._began + timeout_s
-        if on_full == "raise" or total > arena._header()["capacity"]:
+        if on_full == "raise" or total > most:
             self._deadline = self._began
-        self._queued = self._said = False
+        self._queued = self._said = self._within = False
         self._wanted: threading.Event | None = getattr(_thread, "wanted", None)
         self._asked = 0.0
         self._told_at = PATIENCE_S
 
-    def next(self, code: int) -> bool:
+    def next(self, code: int, borrows: bool) -> bool:
         """code: EXFULL wants descriptors, EMLINK pages, ENOSPC neither would help -> whether it is time to spill.
+        borrows: the request goes beyond its source's share, now.
 
         Errors: ArenaFull, PeerDied.
         """
         arena = self._arena
+        self._become(within=not borrows)
         if (code == errno.EXFULL and arena._grow_table()) or (code == errno.EMLINK and arena._grow_data(self._total)):
             return self._spilling
         if arena.sweep():
@@ -72,12 +78,12 @@ class Waiting:
             arena._note_full(self._nbytes)
         now = time.monotonic()
         if self._wanted is not None and not self._wanted.is_set():
-            raise arena._full(self._nbytes, now - self._began)
+            raise self._full(now)
         if now >= self._deadline:
             return self._spill(now)
         if now - self._began >= self._told_at:
             self._told_at *= 2
-            log.warning("still waiting: %s", arena._full(self._nbytes, now - self._began))
+            log.warning("still waiting: %s", self._full(now))
         if not self._queued and not arena._in_queue:
             self._queued = arena._in_queue = True
             arena._queue(True)
@@ -93,15 +99,24 @@ class Waiting:
 
     def leave(self) -> None:
         """Gives up the place in the queue; the next in line looks at once."""
+        self._become(within=False)
         if self._queued:
             self._queued = self._arena._in_queue = False
             self._arena._queue(False)
 
     def _spill(self, now: float) -> bool:
         if not self._may_spill or self._spilling:  # already: then not even a descriptor is left
-            raise self._arena._full(self._nbytes, now - self._began)
+            raise self._full(now)
         self._spilling = True
         return True
+
+    def _become(self, *, within: bool) -> None:
+        if within != self._within:
+            self._arena._queue_class(self._within, within)
+            self._within = within
+
+    def _full(self, now: float) -> ArenaFull:
+        return self._arena._full(self._nbytes, now - self._began, self._tag)
 
     def _hopeless(self) -> str:
         """Why no wait can help: every block is an orphan, and nobody else is attached who could free one; or ""."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shmrl.units import parse_bytes
+from shmrl.units import parse_bytes, parse_shares
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -108,6 +108,8 @@ class ArenaConfig(Table):
     kernel for each step and refuses to start without. numa: "interleave" over the nodes, or "bind:0-1,3". on_full:
     "spill" puts what finds no room within timeout_s into files under spill_dir, a directory of a local disk. timeout_s
     is 60, or 0.5 with "spill": a file costs less than a long wait, and groups are held back while room is to come.
+    shares: what sources can count on, fractions of the capacity (0.5) or sizes ("2GiB"); beyond it they borrow what
+    is idle.
     """
 
     address: str | None = None
@@ -123,6 +125,7 @@ class ArenaConfig(Table):
     verify: bool = False
     preallocate: bool = False
     orphan_ttl_s: Annotated[float, Field(gt=0)] = 600.0
+    shares: dict[str, float | int | str] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -134,6 +137,14 @@ class ArenaConfig(Table):
     def _capacity(self) -> ArenaConfig:
         if self.capacity is not None and parse_bytes(self.capacity) < 1 << 20:
             raise ValueError(f"capacity = {self.capacity!r} is below 1MiB")
+        return self
+
+    @model_validator(mode="after")
+    def _shares(self) -> ArenaConfig:
+        sizes = [source for source, share in self.shares.items() if not isinstance(share, float)]
+        if sizes and self.capacity is None:
+            raise ValueError(f"shares of {', '.join(sizes)} are sizes: they need capacity (or give fractions, as 0.5)")
+        parse_shares(self.shares, 1 << 47 if self.capacity is None else parse_bytes(self.capacity))
         return self
 
     @model_validator(mode="after")

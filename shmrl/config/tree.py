@@ -7,6 +7,7 @@ preflight; everything here is arithmetic on the file alone. Runs in every proces
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import tempfile
@@ -302,6 +303,12 @@ class RunTree(Table):
             tag = f"{self.run.name}/{name}/0000-e00000000.0000000/0000"
             if len(tag) > LONGEST_TAG:
                 problems.append(f"run.name and source name are too long together: {tag!r} exceeds {LONGEST_TAG} bytes")
+        names = [source.name for _, source in self.sources]
+        for name in self.arena.shares:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"sources are {', '.join(names)}"
+                problems.append(f"arena.shares.{name}: no source has this name; {hint}")
         spawned = [source.serve.pool.workers + 1 for _, source in self.sources if source.serve.address is None]
         processes = sum(spawned) + self.trainer.ranks + 2  # launcher and orchestrator
         if processes > PROCESS_SLOTS:

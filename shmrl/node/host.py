@@ -108,6 +108,7 @@ def create_arena(arena: ArenaConfig, run_id: str) -> Arena:
         huge_pages=arena.huge_pages,
         numa=arena.numa,
         spill_dir=None if arena.spill_dir is None else str(arena.spill_dir),
+        shares=arena.shares,
     )
 
 

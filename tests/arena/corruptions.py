@@ -24,7 +24,7 @@ class Scene:
     """An arena with blocks in every state; its ctl and data as bytes that can be put back."""
 
     def __init__(self):
-        self.arena = Arena.create(CAPACITY, run_id="noise")
+        self.arena = Arena.create(CAPACITY, run_id="noise", shares={"s1": 0.25, "columns": "64KiB"})
         self.data = {self.arena.put(bytes([i]) * n, tag=f"run/s{i}/g"): bytes([i]) * n for i, n in enumerate(SIZES)}
         with self.arena.reserve(3000, tag="run/columns") as block:
             block.buffer[:] = b"c" * 3000

@@ -137,7 +137,7 @@ static void check_empty(void) {
     srl_get_stats(&me, &s);
     if (s.blocks || s.used_bytes || me.h->used_bytes || s.created != s.freed)
         wrong("bytes leaked");
-    srl_request all = {.nbytes = me.h->committed_pages * SRL_PAGE, .tag = "run", .tag_len = 3};
+    srl_request all = {.nbytes = me.h->committed_pages * SRL_PAGE, .tag = "run/x", .tag_len = 5};
     if (srl_reserve(&me, &all, soon()))
         wrong("the arena is no longer one piece");
     else

@@ -129,7 +129,8 @@ static bool intact(const srl_block *b) {
 }
 
 static int reserve_in(srl_arena *a, uint64_t nbytes, bool spill, block *out) {
-    srl_request r = {.nbytes = nbytes, .tag = "run/x", .tag_len = 5, .spill = spill};
+    /* small blocks are of a source without a name: both shares are in use */
+    srl_request r = {.nbytes = nbytes, .tag = nbytes < 2000 ? "run/y" : "run/x", .tag_len = 5, .spill = spill};
     int rc = srl_reserve(a, &r, soon());
     if (rc)
         return rc;
@@ -191,7 +192,8 @@ static void make(void) {
     live_fd = memfd_create("live", MFD_CLOEXEC);
     if (!mkdtemp(spill_path))
         abort();
-    srl_header given = {.max_processes = 8, .table_step = SLOTS};
+    srl_header given = {.max_processes = 8, .table_step = SLOTS, .share_count = 2};
+    given.shares[1] = (srl_share){.name = "x", .guaranteed = capacity};
     srl_format(ctl, capacity, &given);
     claim(&me, &my_live);
     srl_commit_table(&me, 0, SLOTS, soon());
@@ -278,7 +280,7 @@ static void last_holder_of_file(srl_arena *a) {
     srl_acquire(a, ON(scene[9])), srl_free(&me, ON(scene[9]));
 }
 static void everything(srl_arena *a) {
-    reserve_in(a, 3000, true, &mine_too), adopted_file(a), adopt_2(a), adopted_and_held(a), reserved(a), shipped_to_2(a), last_holder(a), srl_queue_enter(a);
+    reserve_in(a, 3000, true, &mine_too), adopted_file(a), adopt_2(a), adopted_and_held(a), reserved(a), shipped_to_2(a), last_holder(a), srl_queue_enter(a, false);
 }
 static void freeing(srl_arena *a) { /* as a release leaves it that died before it said so */
     for (int i = 6; i < 10; i += 3) {
@@ -290,7 +292,7 @@ static void pending(srl_arena *a) {
     freeing(a), srl_pend(a, scene[6].slot), srl_pend(a, scene[9].slot);
 } /* one that met a busy lock */
 static void adopted_and_queued(srl_arena *a) {
-    adopt_2(a), srl_queue_enter(a);
+    adopt_2(a), srl_queue_enter(a, false);
 }
 static void nothing(srl_arena *a) {}
 
@@ -377,7 +379,8 @@ static void do_commit_table(srl_arena *a) {
     srl_commit_table(a, SLOTS, 2 * SLOTS, soon());
 }
 static void do_queue(srl_arena *a) {
-    srl_queue_enter(a);
+    srl_queue_enter(a, false);
+    srl_queue_class(a, true);
     srl_space_wait(a, srl_load32_sc(&a->h->space_seq), 1000);
     srl_queue_leave(a);
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 CSRC = Path(__file__).parents[2] / "csrc"
 HEADER = (
-    "boot", "lock", "free_slot", "bin_map", "bins", "cell_pages",
+    "boot", "lock", "free_slot", "bin_map", "bins", "cell_pages", "shares", "share_count",
     "events_off", "pending_off", "pages_off", "blocks_off",
 )  # fmt: skip
 PROBE = """

@@ -19,9 +19,10 @@ ASSIGN = re.compile(r"([^=]*?)\s*(?:[-+|&^*/]|<<|>>)?(?<![=!<>])=(?!=)")
 STEP = re.compile(r"(?:\+\+|--)([\w>.\[\]-]+)|([\w>.()\[\]-]*[\w\]])(?:\+\+|--)")
 PRIVATE = re.compile(
     r"a->(freed|corrupt|nonces|nonces_left\]?|self|is_dead|drop_file|ctx)"  # of srl_arena itself
-    r"|a->(h|processes|events|pending|pages|blocks|max_\w+)"
+    r"|a->(h|processes|events|pending|pages|blocks|shares|max_\w+)"
     r"|hold->\w+|a->holds\[slot\]\.count"  # private counts
-    r"|r->(slot|generation|nonce|offset)|\*?out(->\w+)?|\*(offset|nonce|slot|w|pages|free_cells|at)"  # out parameters
+    r"|r->(slot|generation|nonce|offset|share|borrows)"  # out parameters, as are the next
+    r"|\*?out(->\w+)?|\*(offset|nonce|slot|w|pages|free_cells|at|len|since_ns)"
     r"|live->\w+|\(?r\)->\w+|made\..*"  # locks of this process, the report, locals
 )
 

@@ -86,7 +86,7 @@ FREED = "    srl_store_sc(&b->word, SRL_WORD(SRL_GEN(w) + 1, SRL_FREE, 0, 0));\n
 WRITING = "    srl_store_sc(&b->word, SRL_WORD(r->generation, SRL_WRITING, r->spill ? SRL_SPILLED : 0, a->self));\n"
 DROPPED = "    srl_drop_spilled(a, b, w);\n"
 GIVEN = (
-    "    if (srl_span_give(a, b->offset, b->span, SRL_OWNER(w)))\n"
+    "    if (srl_span_give(a, b, SRL_OWNER(w)))\n"
     "        return; /* a descriptor that was scribbled on: fsck shows it, nobody gets its bytes */\n"
 )
 LISTED = "    srl_store_relaxed(&b->offset, a->h->free_slot);\n"
@@ -170,6 +170,24 @@ MUTANTS = {
         "(SRL_FLAGS(w) & SRL_SPILLED) | (checked ? 0 : SRL_UNCHECKED);",
         "checked ? 0 : SRL_UNCHECKED;",
         ("crash_driver", POINTS, ["one", "put-file"], "in a span of 0"),
+    ),
+    "rebuild does not recount shares": (
+        "arena_alloc.c",
+        "    count_used(a, b->share, b->span);\n",
+        "    srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes + b->span);\n",
+        ("crash_driver", POINTS, ["one", "put"], "its blocks own"),
+    ),
+    "rebuild counts shares twice": (
+        "arena_alloc.c",
+        "    srl_share_clear(a);\n",
+        "",
+        ("crash_driver", POINTS, ["one", "put"], "its blocks own"),
+    ),
+    "free forgets its share": (
+        "arena_alloc.c",
+        "    count_used(a, share, -span);\n",
+        "    srl_store_relaxed(&a->h->used_bytes, a->h->used_bytes - span);\n",
+        ("crash_driver", POINTS, ["one", "free"], "its blocks own"),
     ),
     "word before descriptor": (
         "arena_block.c",

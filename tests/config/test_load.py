@@ -170,6 +170,29 @@ def test_spilling_needs_its_directory_and_nothing_else_does(tmp_path):
     assert (tree.arena.on_full, str(tree.arena.spill_dir)) == ("spill", "/tmp")
 
 
+def test_shares_are_read_as_they_are_written(tmp_path):
+    text = GOOD + '[arena]\ncapacity = "8GiB"\nshares = {a = 0.5, c = "2GiB", b = 1048576}\n'
+    tree = load_run([write(tmp_path, text)])
+    assert tree.arena.shares == {"a": 0.5, "c": "2GiB", "b": 1 << 20}
+    assert load_run([write(tmp_path, dump_toml(tree), "resolved.toml")]).arena.shares == tree.arena.shares
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("shares = {aa = 0.5}", "arena.shares.aa: no source has this name; did you mean a?"),
+        ("shares = {math = 0.5}", "arena.shares.math: no source has this name; sources are a, b, c"),
+        ("shares = {a = 0.5, b = 0.6}", "exceed the capacity"),
+        ("capacity = '1GiB'\nshares = {a = '2GiB'}", "2,147,483,648 bytes together ({'a': 2147483648}) exceed"),
+        ("shares = {a = '2GiB'}", "shares of a are sizes: they need capacity"),
+        ("shares = {a = 1.5}", "share 1.5 of 'a': a fraction is above 0 and at most 1.0"),
+        ("capacity = '1GiB'\nshares = {a = 1}", "share of 1 bytes for 'a': at least 65536"),
+    ],
+)
+def test_shares_that_cannot_be_fail_while_loading(tmp_path, table, message):
+    assert any(message in problem for problem in problems(tmp_path, GOOD + f"[arena]\n{table}\n"))
+
+
 def test_writers_that_may_spill_wait_half_a_second_unless_told_otherwise(tmp_path):
     spill = GOOD + "[arena]\non_full = 'spill'\nspill_dir = '/tmp'\n"
     assert load_run([write(tmp_path, GOOD)]).arena.timeout_s == 60.0

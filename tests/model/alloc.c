@@ -1,8 +1,8 @@
 /* The allocator's lock, its takeover and rebuild, and how a block's page comes back: every interleaving.
  *
  * Two pages, two descriptors, up to four processes. The operations have the names of csrc/arena_*.c and one step per
- * access there; who holds a block is word.c's matter. `map` stands for bins, cells and page records: a cache. SPILL reserves
- * a block that has a file instead of a page.
+ * access there; who holds a block is word.c's matter. `map` stands for bins, cells, page records and the
+ * counters of used bytes, in all and by share: a cache. SPILL reserves a block that has a file instead of a page.
  * Prints a line per protocol and scenario: "<protocol> | <scenario>: <states> states, <fault or ok>".
  */
 #include "explore.h"
