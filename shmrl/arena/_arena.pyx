@@ -871,6 +871,10 @@ cdef class Core:
         """This arena's own spill directory, "" if it has none."""
         return text_of(self.a.h.spill_dir, SRL_SPILL_DIR_MAX)
 
+    def _kept(self):
+        """Bytes that are kept for sources within their shares from all others."""
+        return srl_share_kept(&self.a, SRL_NONE)
+
     def _header(self):
         """Header words that change and that do not -> dict."""
         self._alive()

@@ -291,12 +291,13 @@ class Arena(Core):
         """How full it is, for whoever decides what starts next; microseconds, no lock. Bytes:
 
         used_bytes: what blocks take. capacity_bytes: what they ever can: what is committed and, as far as mount, memory
-        and cgroups allowed within the last second, the rest. waiting: how many other processes wait for space.
-        oldest_wait_s: since the first of them began, 0.0 if none does.
+        and cgroups allowed within the last second, the rest; less what is kept for sources within their shares, so that
+        any source can have it. waiting: how many other processes wait for space. oldest_wait_s: since the first of them
+        began, 0.0 if none does.
         """
         used = self._header()["used_bytes"]  # the allocator's own count: no walk over a million blocks
         waiting, oldest_s = self._others_wait()
-        capacity = self._reachable()
+        capacity = max(0, self._reachable() - self._kept())
         return {"used_bytes": used, "capacity_bytes": capacity, "waiting": waiting, "oldest_wait_s": oldest_s}
 
     def _reachable(self) -> int:

@@ -110,6 +110,18 @@ def test_fifteen_names_of_47_bytes_fit():
 # --------------------------------------------------------------------------------------------------- share and borrow
 
 
+def test_pressure_leaves_out_what_is_kept_for_others():
+    with Arena.create("8MiB", shares={"math": "4MiB"}) as arena:
+        assert arena.pressure()["capacity_bytes"] == 7 << 20  # unused guarantees are more: an eighth
+        handles = [arena.put(bytes(4 << 20), tag=f"run/{source}/g", checksum=False) for source in ("math",)]
+        assert arena.pressure()["capacity_bytes"] == 7 << 20  # the rest's own share is idle still
+        handles.append(arena.put(bytes((4 << 20) - (2 << 16)), tag="run/code/g", checksum=False, on_full="raise"))
+        kept = 1 << 16  # of the rest's 4 MiB
+        assert arena.pressure()["capacity_bytes"] == (8 << 20) - kept
+        arena.free(handles)
+        arena.unlink()
+
+
 def test_a_borrower_has_what_is_idle_but_for_the_reserve(shared):
     assert len(fill(shared, "math")) == 14  # 56 of 64 MiB: its own 32, and 24 of the others' 32
     assert len(fill(shared, "unlisted")) == 2  # within its share, to the last byte
