@@ -1,18 +1,10 @@
-"""put and get of a small and a large payload: the arena beside a heap behind HTTP and multiprocessing.shared_memory.
+"""put and get of a small and a large payload in the arena, with and without checksums, and the first publish.
 
-`pytest benches/bench_arena.py --benchmark-only`. The same bytes each time, in one run, so that ratios can be read off.
-`put` ends when another process could read; `get` when this process can read every byte, handed over by another one.
-Peers: a producer that keeps blobs in its heap and serves them by ThreadingHTTPServer, read by http.client over a
-keep-alive connection from another process; SharedMemory, one segment per blob, as its documentation shows it.
+`pytest benches/bench_arena.py --benchmark-only`. The same bytes each time. `put` ends when another process could read;
+`get` when this process has read every byte. Beside other ways to hand over a blob: bench_peers.py and benches/peers.
 """
 
 from __future__ import annotations
-
-import http.client
-import multiprocessing
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing import shared_memory
 
 import numpy as np
 import pytest
@@ -45,9 +37,6 @@ class Turns:
     def clear(self):
         for one in self.kept:
             self.free(one)
-
-
-# -------------------------------------------------------------------------------------------------------------- arena
 
 
 @pytest.mark.parametrize("huge_pages", ["auto", "always"])
@@ -92,122 +81,3 @@ def test_arena_get(benchmark, arena, nbytes):
         benchmark.group = f"get and sum {nbytes:,} bytes"
         assert benchmark(get) > 0
     arena.free(handles[:8])
-
-
-# --------------------------------------------------------------------------------------------------------------- HTTP
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    wbufsize = -1  # headers and a small body leave together
-    blobs: dict[str, bytes] = {}  # noqa: RUF012
-
-    def do_PUT(self):
-        self.blobs[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(b"")
-
-    def do_GET(self):
-        self._answer(self.blobs[self.path])
-
-    def _answer(self, body):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
-def _serve(pipe):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
-    pipe.send(server.server_port)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    pipe.recv()
-
-
-@pytest.fixture
-def http_peer():
-    """call(method, path, body) over one keep-alive connection."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,))
-    process.start()
-    connection = http.client.HTTPConnection("127.0.0.1", ours.recv())
-
-    def call(method, path, body=None):
-        connection.request(method, path, body)
-        return connection.getresponse().read()
-
-    yield call
-    connection.close()
-    ours.send("stop")
-    process.join()
-    for end in (ours, theirs):
-        end.close()
-
-
-@SIZES
-def test_http_put(benchmark, nbytes):
-    """What the producer pays, who serves from its own heap: one copy there."""
-    names = iter(range(1 << 60))
-
-    def put(data):
-        name = f"/{next(names)}"
-        _Handler.blobs[name] = data.tobytes()
-        return name
-
-    turns = Turns(put, _Handler.blobs.pop, nbytes)
-    benchmark.group = f"put {nbytes:,} bytes"
-    benchmark(turns)
-    turns.clear()
-
-
-@SIZES
-def test_http_get(benchmark, http_peer, nbytes):
-    for i, data in enumerate(sources(nbytes)):
-        http_peer("PUT", f"/{i}", memoryview(data))
-    turn = iter(range(1 << 60))
-    benchmark.group = f"get and sum {nbytes:,} bytes"
-    assert benchmark(lambda: int(np.frombuffer(http_peer("GET", f"/{next(turn) % 8}"), np.uint8).sum())) > 0
-
-
-# ------------------------------------------------------------------------------------------------------ shared_memory
-
-
-def _segment(data):
-    segment = shared_memory.SharedMemory(create=True, size=data.nbytes)
-    np.frombuffer(segment.buf, np.uint8)[: data.nbytes] = data
-    return segment
-
-
-def _remove(segment):
-    segment.close()
-    segment.unlink()
-
-
-@SIZES
-def test_shared_memory_put(benchmark, nbytes):
-    turns = Turns(_segment, _remove, nbytes)
-    benchmark.group = f"put {nbytes:,} bytes"
-    benchmark(turns)
-    turns.clear()
-
-
-@SIZES
-def test_shared_memory_get(benchmark, nbytes):
-    segments = [_segment(data) for data in sources(nbytes)]
-    turn = iter(range(1 << 60))
-
-    def get():
-        segment = shared_memory.SharedMemory(name=segments[next(turn) % 8].name)
-        total = int(np.frombuffer(segment.buf, np.uint8)[:nbytes].sum())
-        segment.close()
-        return total
-
-    benchmark.group = f"get and sum {nbytes:,} bytes"
-    assert benchmark(get) > 0
-    for segment in segments:
-        _remove(segment)

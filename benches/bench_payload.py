@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import http.client
 import multiprocessing
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import shared_memory
 
 import numpy as np
 import pytest
 
+from benches.peers.http_server import serve
 from shmrl.arena import Arena
 from shmrl.payload import Branch, assemble, encode, pack, sample_from_wire, sample_to_wire
 from shmrl.types import Handle
@@ -68,28 +67,6 @@ class SharedMemoryBlocks:
             segment.close()
 
 
-def serve(blobs):
-    """A ThreadingHTTPServer on a free port that answers GET /<handle>."""
-
-    class Blocks(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self):
-            body = blobs[Handle.parse(self.path[1:])]
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Blocks)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
-
-
 def hold(address, pipe):
     """The holder: encodes the step, keeps it three ways, and answers until it is told to end."""
     with Arena.attach(address) as arena:
@@ -101,7 +78,7 @@ def hold(address, pipe):
         segments = {handle: shared_memory.SharedMemory(create=True, size=len(blob)) for handle, blob in blobs.items()}
         for handle, segment in segments.items():
             segment.buf[: len(blobs[handle])] = blobs[handle]
-        server = serve(blobs)
+        server = serve({str(handle): blob for handle, blob in blobs.items()})
         names = {bytes(handle): segment.name for handle, segment in segments.items()}
         pipe.send(([sample_to_wire(sample) for sample in samples], server.server_address[1], names))
         pipe.recv()

@@ -23,8 +23,7 @@ class HttpProducer(Producer):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.blobs: dict[str, bytes] = {}
-        self.server = _server(self.blobs)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.server = serve(self.blobs)
 
     def put(self, data: Blob) -> Any:
         key = uuid.uuid4().hex
@@ -36,7 +35,9 @@ class HttpProducer(Producer):
         self.server.server_close()
 
 
-def _server(blobs: dict[str, bytes]) -> ThreadingHTTPServer:
+def serve(blobs: dict[str, bytes]) -> ThreadingHTTPServer:
+    """A server on a free port of the loopback, in threads of this process: GET /<key>, DELETE /<key>."""
+
     class Blobs(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
@@ -59,6 +60,7 @@ def _server(blobs: dict[str, bytes]) -> ThreadingHTTPServer:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Blobs)
     server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
 
