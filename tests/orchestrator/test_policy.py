@@ -1,31 +1,13 @@
 """The policy on its engines: what is checked at the start, updates that fail, engines that come back."""
 
 import asyncio
-import json
 
 import pytest
 
-from shmrl.config import load_run
 from shmrl.errors import EngineError
 from shmrl.inference.client import EngineClient
 from shmrl.orchestrator.policy import Policy
-from tests.support.fake_vllm import FakeVllm
-
-CONFIG = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
-CONFIG |= {"vocab_size": 264, "max_position_embeddings": 1024}
-TEXT = """
-[inference]
-backend = "vllm"
-urls = []
-max_model_len = 64
-[orchestrator]
-batch_size = 8
-connect_timeout_s = 20.0
-[[orchestrator.train.source]]
-name = "a"
-env.id = "reverse-text"
-sampling = { top_p = 0.95, top_k = 8, max_tokens = 6 }
-"""
+from tests.support.fake_vllm import FakeVllm, run_on
 
 
 @pytest.fixture
@@ -34,11 +16,7 @@ async def policy(tmp_path):
     clients = []
 
     def build(engine, **flags):
-        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-        text = TEXT.replace("[]", json.dumps([engine.url])) + f'[model]\npath = "{tmp_path}"\n'
-        (tmp_path / "run.toml").write_text(text)
-        given = {"run.output-dir": str(tmp_path / "out"), **{k.replace("__", "."): v for k, v in flags.items()}}
-        tree = load_run([tmp_path / "run.toml"], given)
+        tree = run_on(tmp_path, engine.url, **flags)
         clients.append(EngineClient([engine.url], timeout_s=20))
         return Policy(clients[-1], tree)
 

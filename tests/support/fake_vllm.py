@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from aiohttp import web
 
+from shmrl.config import RunTree, load_run
 from tests.support.fake_engine import FakeEngine, Oracle
+
+MODEL = {
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 264,
+    "max_position_embeddings": 1024,
+}
+RUN = """
+[inference]
+backend = "vllm"
+urls = {urls}
+max_model_len = 64
+[orchestrator]
+batch_size = 8
+connect_timeout_s = 20.0
+[[orchestrator.train.source]]
+name = "a"
+env.id = "reverse-text"
+sampling = {{ top_p = 0.95, top_k = 8, max_tokens = 6 }}
+[model]
+path = "{path}"
+"""
+
+
+def run_on(directory: Path, *urls: str, config: dict[str, Any] | None = None, **flags: Any) -> RunTree:
+    """A run that generates through engines at `urls`, with a model directory that the checks read.
+
+    config: what differs in its config.json. flags: dotted keys with "__" for the dots.
+    """
+    (directory / "config.json").write_text(json.dumps({**MODEL, **(config or {})}))
+    (directory / "run.toml").write_text(RUN.format(urls=json.dumps(urls), path=directory))
+    given = {"run.output-dir": str(directory / "out"), **{k.replace("__", "."): v for k, v in flags.items()}}
+    return load_run([directory / "run.toml"], given)
 
 
 class FakeVllm(FakeEngine):
