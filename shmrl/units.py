@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-PAGE = 65536  # a share below it would hold nothing
+PAGE = 65536  # bytes of the arena that are handed out at once (SRL_PAGE in csrc/); a share below it would hold nothing
 NAMED_SHARES, LONGEST_SHARE = 15, 47  # csrc/arena_layout.h: one more is unnamed; bytes of a name
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {letter + tail: 1000 ** (i + 1) for i, letter in enumerate("kmgt") for tail in ("", "b")}

@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
 import operator
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -20,26 +18,22 @@ from typing import Any
 
 from shmrl.arena import columns as tails
 from shmrl.arena import files as names
-from shmrl.arena import memory, placement, spill, table
+from shmrl.arena import memory, opening, placement, spill, table
 from shmrl.arena import shares as words
 from shmrl.arena._arena import Block, Core, View
-from shmrl.arena._ctl import Ctl, ctl_nbytes, format_ctl, spill_dir_of
+from shmrl.arena._ctl import Ctl
 from shmrl.arena.files import Files
 from shmrl.arena.placement import Pages
 from shmrl.arena.waiting import Waiting
-from shmrl.errors import ArenaCorrupt, ArenaError, ArenaFull, ForeignArena, StaleHandle
+from shmrl.errors import ArenaError, ArenaFull, StaleHandle
 from shmrl.types import Handle
-from shmrl.units import parse_bytes, parse_shares
+from shmrl.units import PAGE, parse_bytes, parse_shares
 
 log = logging.getLogger(__name__)
 
-PAGE = 65536
-FIRST_STEP = 256 << 20
 STEP = 64 << 20
 REFUSAL_HOLDS_S = 1.0  # after a refused step the limits are read again this much later
-TABLE_STEP = 16384  # descriptors: 4 MiB
 MAX_CAPACITY = 1 << 47
-_TITLE = b"shmrl:"  # what setproctitle puts before a role's name
 
 
 class Arena(Core):
@@ -53,7 +47,7 @@ class Arena(Core):
         self._refused: tuple[float, memory.Limit] | None = None
         self._room = (0.0, 0)  # until when, what growth may still take
         self._ahead: threading.Thread | None = None
-        self._attach(*fds, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size, _process_name(), reader)
+        self._attach(*fds, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size, opening.process_name(), reader)
 
     # ------------------------------------------------------------------------------------------- create, attach, unlink
 
@@ -88,16 +82,16 @@ class Arena(Core):
         nbytes = -(-asked // PAGE) * PAGE
         if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
             raise ValueError(f"capacity={asked} (1 to 2^47 bytes), max_processes={max_processes} (1 to 256)")
-        ttl_ns = _ttl_ns(orphan_ttl_s)
+        ttl_ns = opening.ttl_ns(orphan_ttl_s)
         guaranteed = parse_shares(shares or {}, nbytes)
         for dead in names.listed(base):
             names.remove_if_dead(dead)
         mount = names.new(backing, base).mount
-        _require(mount, nbytes)
+        opening.require(mount, nbytes)
         pages = Pages.chosen(huge_pages, numa, mount)
         where, live = names.claimed(backing, base)
         run_id = run_id or where.key[-32:-24]
-        arena = _made(cls, where, live, nbytes, run_id, max_processes, ttl_ns, pages, spill_dir, guaranteed)
+        arena = opening.made(cls, where, live, nbytes, run_id, max_processes, ttl_ns, pages, spill_dir, guaranteed)
         if preallocate:
             arena._preallocate()
         return arena
@@ -112,7 +106,7 @@ class Arena(Core):
         if reader is not None and not 0 <= operator.index(reader) <= 255:
             raise ValueError(f"reader={reader}: 0 to 255")
         where = names.parse(address)
-        arena = _attached(cls, where, reader)
+        arena = opening.attached(cls, where, reader)
         arena.sweep()
         return arena
 
@@ -358,158 +352,3 @@ class Arena(Core):
 def unlink(address: str) -> None:
     """Removes an arena's names, whoever is attached."""
     names.parse(address).unlink()
-
-
-# --------------------------------------------------------------------------------------------------- create, attach
-
-
-def _ttl_ns(orphan_ttl_s: float | None) -> int:
-    """What the header holds; 0 for never. ValueError."""
-    if orphan_ttl_s is None:
-        return 0
-    if not 0 <= orphan_ttl_s <= 2**31:
-        raise ValueError(f"orphan_ttl_s={orphan_ttl_s}: 0 to 2^31 seconds, or None for never")
-    return max(1, int(orphan_ttl_s * 1e9))
-
-
-def _require(mount: Path | None, nbytes: int) -> None:
-    if short := memory.refusals(mount, nbytes):
-        raise ArenaFull(f"an arena of {nbytes} bytes ({memory.human(nbytes)}) does not fit: " + "; ".join(short))
-
-
-def _require_address_space(where: Files, ctl: int, data: int) -> None:
-    if short := memory.address_space_refusals(memory.mapped(ctl, data)):
-        raise ArenaError(f"{where.address} cannot be attached: " + "; ".join(short))
-
-
-def _made(
-    cls: type[Arena],
-    where: Files,
-    live: int,
-    nbytes: int,
-    run_id: str,
-    max_processes: int,
-    ttl_ns: int,
-    pages: Pages,
-    spill_dir: str | None,
-    guaranteed: dict[str, int],
-) -> Arena:
-    """Files, header, first commitments; on any failure nothing is left."""
-    fds = [live]
-    try:
-        fds.append(where.create("ctl"))
-        spilled = None if spill_dir is None else spill.path_of(spill_dir, where.key[-32:])
-        _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns, pages.huge, spilled, guaranteed)
-        fds.append(where.create("data"))
-        where.size(fds[2], nbytes)
-        fds.append(_spill_made(spilled))
-        arena = cls(where, (fds[0], fds[1], fds[2], fds[3]), reader=None)
-    except BaseException:
-        where.unlink()
-        for fd in fds if len(fds) < 4 else ():
-            os.close(fd)
-        raise
-    try:
-        pages.place(*arena._data_at())
-        first = _first_commitments(arena, where, nbytes)
-        pages.make_huge(arena._data_at()[0], first)
-    except BaseException:
-        arena.close()
-        where.unlink()
-        raise
-    return arena
-
-
-def _spill_made(path: Path | None) -> int:
-    if path is None:
-        return -1
-    spill.sweep(path.parent)
-    return spill.made(path)
-
-
-def _format(
-    where: Files,
-    ctl: int,
-    nbytes: int,
-    run_id: str,
-    max_processes: int,
-    ttl_ns: int,
-    huge: bool,
-    spilled: Path | None,
-    guaranteed: dict[str, int],
-) -> None:
-    size, fixed = ctl_nbytes(nbytes)
-    where.size(ctl, size)
-    os.posix_fallocate(ctl, 0, fixed)
-    node, boot = names.node_of(where.directory)
-    ident = bytes.fromhex(where.key[-32:])
-    step = min(TABLE_STEP, max(1024, nbytes // 4096))
-    with mmap.mmap(ctl, mmap.PAGESIZE) as header:
-        directory = b"" if spilled is None else os.fsencode(spilled)
-        name = run_id.encode()
-        format_ctl(header, nbytes, ident, node, boot, max_processes, step, huge, ttl_ns, name, directory, guaranteed)
-
-
-def _first_commitments(arena: Arena, where: Files, nbytes: int) -> int:
-    """Commits part of the block table, and of the data as many bytes as it returns."""
-    code = arena._commit_table(0, arena._header()["table_step"])
-    first = min(FIRST_STEP, nbytes)
-    if where.backing != "memfd":  # ctl and data share the mount: the last bytes may come later or never
-        stat = os.statvfs(where.directory)
-        first = min(first, stat.f_bavail * stat.f_frsize // PAGE * PAGE - (nbytes // 1024 + PAGE))
-    if not code and first >= PAGE:
-        code = arena._commit_data(0, first // PAGE)
-    if code or first < PAGE:
-        _require(where.mount, nbytes)
-        size = memory.human(max(first, 0))
-        raise ArenaFull(f"the first {size} of an arena in {where.directory} were refused: {os.strerror(code)}")
-    if first < min(FIRST_STEP, nbytes):
-        log.warning(
-            "arena %s: %s of %s committed, %s has no more",
-            arena.address,
-            memory.human(first),
-            memory.human(nbytes),
-            where.directory,
-        )
-    return first
-
-
-def _attached(cls: type[Arena], where: Files, reader: int | None) -> Arena:
-    if short := memory.descriptor_refusals():
-        raise ArenaError(f"{where.address} cannot be attached: " + "; ".join(short))
-    fds: list[int] = []
-    try:
-        fds.append(where.open("live", write=True))
-        if os.fstat(fds[0]).st_uid != os.geteuid():
-            raise ForeignArena(f"{where.address} belongs to uid {os.fstat(fds[0]).st_uid}, this is uid {os.geteuid()}")
-        fds.append(where.open("ctl", write=True))
-        if os.fstat(fds[1]).st_size == 0:
-            raise ArenaCorrupt(f"{where.address} has an empty ctl: its creator died, or is not done")
-        fds.append(where.open("data", write=False))
-        _require_address_space(where, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size)
-        named = spill_dir_of(os.pread(fds[1], 4096, 0))
-        fds.append(spill.opened(Path(named)) if named else -1)
-    except BaseException as error:
-        for fd in fds:
-            os.close(fd)
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise ForeignArena(f"{where.address} is not on this host for uid {os.geteuid()}: {error}") from error
-        raise
-    arena = cls(where, (fds[0], fds[1], fds[2], fds[3]), reader=reader)
-    gone = where.is_unlinked(fds[0])
-    if gone or arena._header()["boot"] != names.node_of(where.directory)[1]:
-        arena.close()
-        raise ForeignArena(
-            f"{where.address} " + ("was removed while this process attached" if gone else "is of an earlier boot")
-        )
-    return arena
-
-
-def _process_name() -> bytes:
-    """What people see: the title of a role ("env-server:reverse-text"), else module or script and first argument."""
-    title = Path("/proc/self/cmdline").read_bytes().split(b"\0")[0]
-    if title.startswith(_TITLE):
-        return title.removeprefix(_TITLE)[:80]
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    first = spec.name if spec is not None else os.path.basename(sys.argv[0])
-    return " ".join([first, *sys.argv[1:2]]).encode()[:80]

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shmrl.arena.arena import PAGE, Arena
+from shmrl.arena.arena import Arena
 from shmrl.arena.memory import human, rlimit
+from shmrl.units import PAGE
 
 log = logging.getLogger(__name__)
 
