@@ -104,7 +104,9 @@ def test_bfloat16_hidden_states_with_float32_weights():
 def extra_peaks(*cases):
     """MiB that forward and backward add to their inputs for every (tokens, vocab, chunk), in a process of its own."""
     command = [sys.executable, "-m", "tests.trainer.loss_memory", json.dumps(cases)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    # every tensor in a mapping of its own: what is freed leaves the resident set at once, so the peak is what is alive
+    malloc = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+    environment = {**os.environ, **malloc, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=True)
     return json.loads(done.stdout)
 
@@ -116,5 +118,5 @@ def test_memory_grows_with_the_chunk_and_not_with_tokens_x_vocabulary():
     )
     assert 4096 * 32768 * 4 / 2**20 == 512  # a single [tokens, vocab] would not fit
     assert bar <= 200
-    assert long < 1.25 * short
+    assert long < 1.1 * short
     assert wide > 2 * short
