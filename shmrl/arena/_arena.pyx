@@ -84,9 +84,8 @@ cdef int check(int rc, object what, str more="") except -1:
         return 0
     kind, text = ERRORS.get(rc, (ArenaError, f"error {-rc}"))
     text = more or text
-    if isinstance(what, bytes):
-        what = Handle(what)  # raw bytes serve as a handle; people read its parts
-    raise kind(f"{what!r} {text}")
+    name = repr(Handle(what)) if isinstance(what, bytes) else what  # raw bytes serve as a handle; people read its parts
+    raise kind(f"{name} {text}")
 
 
 cdef inline double seconds_of(object timeout_s) except? -1:

@@ -1,4 +1,4 @@
-"""Why there is no room, and who has it: the numbers and names in ArenaFull and PeerDied, and in the warnings of a long wait.
+"""Why there is no room, and who has it: the numbers and names in ArenaFull, PeerDied and the warnings of a long wait.
 
 Called in an attached process whose reserve was refused or waits; looks at the arena without its lock.
 """

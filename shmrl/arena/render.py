@@ -205,8 +205,8 @@ def gc(result: Row) -> str:
     lines = [f"removed {address}" for address in result["removed"]]
     lines.append(f"{len(lines)} dead arenas removed, {human(result['freed_bytes'])} freed")
     lines += [
-        f"left {row['address']}, which lives, with {row['orphaned']} orphans ({human(row['orphaned_bytes'])}): a process "
-        "attached to it frees them by discard(tag), or by adopt() and free(); orphan_ttl_s frees them by itself"
+        f"left {row['address']}, which lives, with {row['orphaned']} orphans ({human(row['orphaned_bytes'])}): "
+        "a process attached to it frees them by discard(tag), or by adopt() and free(); orphan_ttl_s does so by itself"
         for row in result["left"]
     ]
     return "\n".join(lines)

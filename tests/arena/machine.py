@@ -1,5 +1,5 @@
-"""The arena's model: a dict of what every block must be, the errors that every verb must then raise, and what its source
-may have of the arena."""
+"""The arena's model: a dict of what every block must be, the errors that every verb must then raise, and what sources
+may have."""
 
 from dataclasses import dataclass, field
 
