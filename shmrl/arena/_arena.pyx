@@ -766,8 +766,10 @@ cdef class Core:
 
     cdef str _who(self, uint32_t process):
         """Whoever is attached there, or was last."""
+        if process >= self.a.max_processes:
+            return f"process {process}"
         cdef srl_process *p = self.a.processes + process
-        return f"{text_of(p.name, sizeof(p.name))} ({p.pid})" if process < self.a.max_processes else f"process {process}"
+        return f"{text_of(p.name, sizeof(p.name))} ({p.pid})"
 
     cdef str _fate(self, uint32_t slot, uint32_t generation):
         """How a block ended: "discarded by env-server:math (812), 3.2 s ago"; "" when no event says so any more."""

@@ -230,7 +230,7 @@ cdef class Ctl:
         return births, slots
 
     def orphans(self):
-        """{"name (pid)" of who left them: (blocks, bytes)} of the orphans; "others" had a place that is another's now."""
+        """{"name (pid)" of who left them: (blocks, bytes)} of the orphans; "others": their places are taken again."""
         cdef srl_block b
         cdef srl_process *p
         cdef dict out = {}

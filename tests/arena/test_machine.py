@@ -245,9 +245,11 @@ class Machine(RuleBasedStateMachine):
         while left:
             left -= self.arena.sweep()
         self.arena.discard("run")
-        what_was_lent_comes_back(self.arena)
-        self.arena.close()
-        self.arena.unlink()
+        try:
+            what_was_lent_comes_back(self.arena)
+        finally:
+            self.arena.close()
+            self.arena.unlink()
         assert list(self.spill_dir.iterdir()) == []
 
 
