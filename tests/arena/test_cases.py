@@ -3,19 +3,26 @@
 SH-01  a reader's exit removes the segment       below; test_processes.py::test_attaching_and_leaving_changes_nothing
 SH-02  SIGBUS when tmpfs is full                 below; test_memory.py: ..._an_error_not_a_signal, ..._crashes_nobody
 SH-03  64 MB of /dev/shm in containers          below; the same at other sizes in test_memory.py
-SH-05  SIGKILL leaks segments                    test_storms.py: a whole run; test_crashes_python.py: at every point
+SH-05  SIGKILL leaks segments                    test_storms.py: a whole run; test_memory.py: ..._no_byte_is_left;
+                                                 test_crashes_python.py: at every point of every operation
 SH-08  pid liveness is wrong across namespaces   below; test_processes.py::..._in_another_pid_namespace_is_alive
 SH-10  no ordering between data and flag         below; test_core.py under ThreadSanitizer
 SH-11  a writer waits for a dead reader          below
-SH-12  waiting is mistaken for the fault         below; test_processes.py::test_a_stopped_holder_of_the_lock_is_...
-SH-13  one descriptor per tensor                 test_memory.py::test_a_hundred_thousand_handles_take_no_descriptors
+SH-12  waiting is mistaken for the fault         below; test_processes.py::test_a_stopped_holder_of_the_lock_is_...;
+                                                 ten minutes: e2e/test_by_hand.py::test_ten_idle_minutes_are_silent
+SH-13  one descriptor per tensor                 test_processes.py: a hundred thousand blocks of eight processes
 SH-15  an array outlives the mapping             test_blocks.py: ..._refused_and_the_data_stays; test_views.py: the end
 SH-17  a slice pins or pickles its parent        test_reading.py; test_blocks.py::test_a_view_is_not_pickled
 SH-18  first touch dominates writes              test_memory.py: ..._touched_is_taken_first; benches/bench_arena.py
 SH-19  pages on the wrong socket                 test_placement.py
-SH-20  names collide, a stale file is in the way below; test_files.py::test_the_next_create_removes_the_dead_...
+SH-20  names collide, a stale file is in the way below; test_files.py::test_the_next_create_removes_the_dead_...;
+                                                 of a directory in use: node/test_host.py
 SH-22  a result arrives after it was dropped     below
 SH-25  kernel-owned lifetime                     test_memory.py: a read-only /dev/shm; test_storms.py[memfd]
+FR-01  checksums survive a cut                   test_columns.py: a flipped bit; payload/test_assemble.py: a cut one
+FR-04  who holds which bytes                     test_commands.py: tables sum to the arena's use; suspects of old steps
+FR-05  bounded memory                            orchestrator/test_full_arena.py; test_spill.py: four times what fits
+FR-07  a rank reads its layers and tokens        payload/test_gather.py: an eighth of the pages; test_assemble.py there
 """
 
 import os
