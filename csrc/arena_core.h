@@ -172,13 +172,18 @@ int srl_count(const srl_arena *a, srl_stats *out, srl_walk *walk);
 bool srl_look_at(const srl_arena *a, uint64_t slot, srl_block *out);
 int srl_fsck(const srl_arena *a, char *out, unsigned out_len);
 
-/* bytes: copy.c, crc32c.c */
+/* bytes: copy.c, crc32c.c, avx512.c */
 uint64_t srl_plain_tail(uint64_t nbytes); /* room behind a payload without columns */
 uint32_t srl_fill(void *to, const void *from, uint64_t nbytes, bool hot, bool checksum, uint32_t *crc);
 uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes);
 /* Continues crc[0..2] over the n bytes at bytes, bytes + block and bytes + 2 * block. */
 void srl_crc_three(uint32_t *crc, const void *bytes, size_t block, size_t n);
 void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out); /* one crc per block */
+bool srl_wide(void); /* the machine has what the next three need */
+void srl_wide_stream(void *to, const void *from, size_t nbytes); /* around the caches; to: aligned to 64 */
+uint32_t srl_wide_crc(uint32_t crc, const void *bytes, size_t nbytes);
+/* Copies -> crc32c; streaming: around the caches, to aligned to 64 then. */
+uint32_t srl_wide_copy(void *to, const void *from, size_t nbytes, bool streaming);
 
 /* Where the tail of a payload begins. */
 static inline uint64_t srl_tail_at(uint64_t nbytes) {
