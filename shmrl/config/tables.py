@@ -18,6 +18,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
 Address = Annotated[str, Field(pattern=r"^(tcp://\S+:\d+|ipc://\S+)$")]
+HostPort = Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}$")]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PROCESS_SLOTS = 256  # of an arena

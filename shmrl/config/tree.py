@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +24,7 @@ from shmrl.config.tables import (
     Address,
     ArenaConfig,
     Count,
+    HostPort,
     Inference,
     Log,
     ModelConfig,
@@ -33,6 +35,7 @@ from shmrl.config.tables import (
     Run,
     Table,
     Trainer,
+    Url,
     Warmup,
 )
 
@@ -63,12 +66,48 @@ class Sampling(Table):
         return self
 
 
+REMOTE = "openenv:"
+
+
+def remote_urls(env_id: str) -> list[str]:
+    """The URLs of an env id that is remote; else an empty list. Example: "openenv:http://a:8000,http://b:8000" """
+    urls = env_id.removeprefix(REMOTE).split(",") if env_id.startswith(REMOTE) else []
+    return urls if all(re.match(r"https?://[^\s/]", url) for url in urls) else []
+
+
 class EnvSpec(Table):
-    """`env`: which environment, by bundled name or `module:attribute`, and its own arguments."""
+    """`env`: which environment, by bundled name, `module:attribute` or `openenv:<url>[,<url>...]`, and its arguments.
+
+    url: one server's address or several's, a short way to write `id = "openenv:..."`. What comes from elsewhere needs
+    max_turns: nobody here knows when it would end.
+    """
 
     id: str
+    url: Url | list[Url] | None = None
     args: dict[str, Any] = Field(default_factory=dict)
     max_turns: Positive | None = None
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the servers that someone else runs; empty for an environment of this machine."""
+        return remote_urls(self.id)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_url(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not given.get("url"):
+            return given
+        urls = [given["url"]] if isinstance(given["url"], str) else given["url"]
+        named = REMOTE + ",".join(map(str, urls))
+        if given.get("id", named) != named:
+            raise ValueError(f"id = {given['id']!r} and url: give one of them")
+        return {**given, "id": named}
+
+    @model_validator(mode="after")
+    def _turns(self) -> EnvSpec:
+        if self.urls and self.max_turns is None:
+            raise ValueError(f"max_turns is required for {self.id}: the environment is someone else's")
+        return self
 
 
 class StaticPool(Table):
@@ -79,13 +118,29 @@ class StaticPool(Table):
 
 
 class ServeConfig(Table):
-    """`[serve]`: how one environment is hosted. A source's address is derived unless it is given."""
+    """`[serve]`: how one environment is hosted. A source's address is derived unless it is given.
+
+    http, protocols: sessions over HTTP and WebSocket beside the native protocol, or, in an env server's own file
+    without an address, instead of it. max_concurrent_envs, idle_timeout_s (0: none), token: of such sessions;
+    request_timeout_s bounds each of their messages.
+    """
 
     address: Address | None = None
     pool: StaticPool = StaticPool()
     max_concurrent: Positive = 1024
     request_timeout_s: Annotated[float, Field(ge=0)] = 300.0
     restart_budget: Count = 5
+    http: HostPort | None = None
+    protocols: list[Literal["openenv"]] = Field(default_factory=list)
+    max_concurrent_envs: Positive = 64
+    idle_timeout_s: Annotated[float, Field(ge=0)] = 900.0
+    token: Annotated[str, Field(pattern=r"^[A-Za-z0-9._~-]{8,}$")] | None = None
+
+    @model_validator(mode="after")
+    def _served(self) -> ServeConfig:
+        if (self.http is None) != (not self.protocols):
+            raise ValueError('http = "host:port" and protocols = ["openenv"] belong together')
+        return self
 
 
 class Source(Table):
@@ -224,6 +279,11 @@ class RunTree(Table):
         given = self.sources[index][1].serve.address
         return given or f"tcp://127.0.0.1:{self.orchestrator.env_server_base_port + index}"
 
+    def remote_sessions(self, urls: list[str]) -> tuple[int, int]:
+        """(sessions for training, sessions for evaluation) that this run opens at most on these servers together."""
+        on = [split for split, source in self.sources if set(source.env.urls) & set(urls)]
+        return self.orchestrator.inflight if "train" in on else 0, on.count("eval")
+
     def absolute(self) -> RunTree:
         """The same run with absolute paths, so that its resolved files mean the same in every directory."""
         run = self.run.model_copy(update={"output_dir": self.run.output_dir.resolve()})
@@ -318,6 +378,11 @@ class RunTree(Table):
                 close = difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"sources are {', '.join(names)}"
                 problems.append(f"arena.shares.{name}: no source has this name; {hint}")
+        for source in (source for _, source in self.sources if source.env.urls and source.serve.pool.workers > 1):
+            problems.append(
+                f"source {source.name!r} is remote: serve.pool.workers = {source.serve.pool.workers}, but one worker "
+                "counts its sessions, and only waits for them"
+            )
         spawned = [source.serve.pool.workers + 1 for _, source in self.sources if source.serve.address is None]
         processes = sum(spawned) + self.trainer.ranks + 2  # launcher and orchestrator
         if processes > PROCESS_SLOTS:

@@ -1,5 +1,7 @@
 """Environments by name: a bundled name, or `module:attribute` (a class, or a factory, called with `env.args`).
 
+`openenv:` before it changes nothing, and before URLs names servers of sessions that someone else runs.
+
 `find` is asked by the launcher before anything starts and imports no environment; `load` runs in the env worker.
 """
 
@@ -11,9 +13,11 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shmrl.config.tree import REMOTE, remote_urls
 from shmrl.env.interface import Environment, SessionRollout
 from shmrl.errors import ConfigError
 
@@ -26,6 +30,10 @@ BUNDLED = {
 
 def find(env_id: str) -> str | None:
     """What is wrong with an env id, as one sentence, or None. Looks for files; imports nothing of the environment."""
+    if env_id.startswith(REMOTE):
+        env_id = env_id.removeprefix(REMOTE)
+        if remote_urls(REMOTE + env_id):
+            return None
     module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
     if not attribute:
         close = difflib.get_close_matches(env_id, BUNDLED, n=1)
@@ -64,9 +72,27 @@ def load(env_id: str, args: Mapping[str, Any]) -> Environment:
 
     Raises ConfigError where the id does not resolve or the object is no environment, and whatever its own code raises.
     """
+    target = _target(env_id)
+    return _as_rollout(env_id, target, dict(args))
+
+
+def construct(env_id: str, args: Mapping[str, Any]) -> Any:
+    """The environment as its author wrote it, for whoever drives sessions. Raises as `load` does."""
+    target = _target(env_id)
+    _check_args(env_id, target, dict(args))
+    return target(**args)
+
+
+def _target(env_id: str) -> Any:
+    """The class or factory behind an id."""
     problem = find(env_id)
     if problem is not None:
         raise ConfigError(problem)
+    if urls := remote_urls(env_id):
+        from shmrl.env.sessions.remote import RemoteEnv
+
+        return partial(RemoteEnv, urls)
+    env_id = env_id.removeprefix(REMOTE)
     module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -75,7 +101,7 @@ def load(env_id: str, args: Mapping[str, Any]) -> Environment:
         target = getattr(target, part, None)
     if not callable(target):
         raise ConfigError(f"env id {env_id!r}: {module} has no callable {attribute!r}")
-    return _as_rollout(env_id, target, dict(args))
+    return target
 
 
 def _as_rollout(env_id: str, target: Any, args: dict[str, Any]) -> Environment:
