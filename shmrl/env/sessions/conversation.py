@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from aiohttp import WSMsgType, web
 
@@ -32,11 +33,17 @@ class Over(Exception):
 
 
 class Conversation:
-    """Args: request_timeout_s, idle_timeout_s: 0 for none."""
+    """request_timeout_s, idle_timeout_s: 0 for none. on_leaving: called when it is over, before its process is."""
 
     def __init__(
-        self, socket: web.WebSocketResponse, process: SessionProcess, request_timeout_s: float, idle_timeout_s: float
+        self,
+        socket: web.WebSocketResponse,
+        process: SessionProcess,
+        request_timeout_s: float,
+        idle_timeout_s: float,
+        on_leaving: Callable[[], None],
     ) -> None:
+        self._on_leaving = on_leaving
         self._socket, self._process = socket, process
         self._request_timeout_s, self._idle_timeout_s = request_timeout_s or None, idle_timeout_s or None
         self._inbox: deque[str] = deque()
@@ -61,6 +68,7 @@ class Conversation:
         except ConnectionError:  # the client vanished while it was answered
             over = Over()
         finally:
+            self._on_leaving()
             await self._process.end(over.grace_s)
             for task in (reading, ended):
                 task.cancel()

@@ -10,6 +10,7 @@ traffic of OpenEnv 0.10 and AgileRL 2.58 is what the tests compare with.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,8 @@ EXECUTION_ERROR = "EXECUTION_ERROR"  # the environment raised; the session goes 
 CAPACITY_REACHED = "CAPACITY_REACHED"  # this and the rest end the session
 FACTORY_ERROR = "FACTORY_ERROR"
 SESSION_ERROR = "SESSION_ERROR"
+LONGEST_INPUT = 1000
+"""Characters of a wrong value that its client is shown again."""
 
 
 class Message(BaseModel):
@@ -103,15 +106,17 @@ class TextState(BaseModel):
 
 
 def loads(text: str | bytes) -> Any:
-    """A JSON value; ValueError for what is none, NaN and Infinity included. Nesting too deep is ValueError too."""
+    """A JSON value; ValueError for what is none or has no value here: NaN, 1e400, nesting without end."""
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is not a number of JSON")
+    return number
 
 
 def dumps(value: Any) -> str:
@@ -144,5 +149,6 @@ def capacity_frame(active: int, most: int) -> str:
 
 
 def faults(error: ValidationError) -> list[Any]:
-    """What is wrong with a message, one item per fault: {type, loc, msg, input, url}."""
-    return list(error.errors(include_context=False))
+    """What is wrong with a message, one item per fault: {type, loc, msg, input, url}; long inputs are left out."""
+    found: list[Any] = list(error.errors(include_context=False))
+    return [fault if len(repr(fault["input"])) <= LONGEST_INPUT else {**fault, "input": "..."} for fault in found]

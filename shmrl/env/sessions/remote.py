@@ -177,11 +177,13 @@ class RemoteEnv(Environment):
     @asynccontextmanager
     async def session(self) -> AsyncIterator[RemoteSession]:
         """A session for a block of code."""
-        session = await self._open()
+        session: RemoteSession | None = None
         try:
+            session = await self._open()
             yield session
         finally:
-            await session.close()
+            if session is not None:
+                await session.close()
             if not self._idle:
                 await self.teardown()
 
@@ -279,6 +281,9 @@ class RemoteEnv(Environment):
         """Connect and ask for the state: a server accepts first and refuses afterwards."""
         try:
             socket = await self._client().ws_connect(f"{url}/ws", max_msg_size=MAX_REPLY, compress=0)
+        except aiohttp.WSServerHandshakeError as error:
+            token = "; the URL needs the server's token as its path" if error.status == 401 else ""
+            raise EnvError(f"{url}/ws answers {error.status}{token}") from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise Refused(f"{url} cannot be reached: {error or type(error).__name__}") from None
         session = RemoteSession(url, socket, self.timeout_s)

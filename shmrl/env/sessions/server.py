@@ -26,6 +26,7 @@ from shmrl.config import EnvServerConfig
 from shmrl.env.sessions import frames
 from shmrl.env.sessions.conversation import GOING_AWAY, MAX_TEXT, Conversation, Over
 from shmrl.env.sessions.processes import SessionProcess, Template
+from shmrl.env.sessions.slots import Slots
 from shmrl.errors import ConfigError, EnvError, RunError, WorkerDied
 from shmrl.node.host import read_token
 from shmrl.node.ports import port_in_use
@@ -52,8 +53,7 @@ class SessionServer:
         self.config = config
         self.bound = asyncio.Event()
         self.url = ""
-        self._most = config.serve.max_concurrent_envs
-        self._active = 0
+        self._slots = Slots(config.serve.max_concurrent_envs)
         self._opened = 0
         self._restarts = 0
         self._stop = asyncio.Event()
@@ -148,7 +148,7 @@ class SessionServer:
                 self.config.env.id,
                 threads,
             )
-        log.info("Serving %s (up to %d concurrent sessions)", self.url, self._most)
+        log.info("Serving %s (up to %d concurrent sessions)", self.url, self._slots.most)
 
     # ----------------------------------------------------------------------------------------------------------- HTTP
 
@@ -188,8 +188,8 @@ class SessionServer:
         """What /healthz says."""
         return {
             "ready": self._ready.is_set(),
-            "active_sessions": self._active,
-            "max_sessions": self._most,
+            "active_sessions": self._slots.taken,
+            "max_sessions": self._slots.most,
             "restarts": self._restarts,
         }
 
@@ -200,19 +200,20 @@ class SessionServer:
     async def _stateless(self, request: web.Request) -> web.Response:
         """One request with an environment of its own, which takes a slot as long as it lasts."""
         body = await request.read()
-        if self._active >= self._most:
-            return web.Response(text=frames.capacity_frame(self._active, self._most), status=503, content_type=_JSON)
-        self._active += 1
+        if not await self._slots.take():
+            full = frames.capacity_frame(self._slots.taken, self._slots.most)
+            return web.Response(text=full, status=503, content_type=_JSON)
+        process: SessionProcess | None = None
         try:
             process = await self._process()
-        except EnvError as error:
-            self._active -= 1
-            return _json({"detail": str(error)}, 503)
-        try:
             status, answer = await self._one(request, process, body)
+        except EnvError as error:
+            return _json({"detail": str(error)}, 503)
         finally:
-            await process.end()
-            self._active -= 1
+            self._slots.leave()
+            if process is not None:
+                await process.end()
+            self._slots.free()
         return web.Response(body=answer, status=status, content_type=_JSON)
 
     async def _one(self, request: web.Request, process: SessionProcess, body: bytes) -> tuple[int, bytes]:
@@ -235,32 +236,35 @@ class SessionServer:
         ws = web.WebSocketResponse(timeout=CLOSE_TIMEOUT_S, max_msg_size=MAX_TEXT, compress=False)
         await ws.prepare(request)
         _keep_alive(request)
-        if self._active >= self._most:
+        if not await self._slots.take():
             await self._refuse(ws)
             return ws
-        self._active += 1
         self._opened += 1
         number = self._opened
-        log.info("session %d opened (%d of %d)", number, self._active, self._most)
+        log.info("session %d opened (%d of %d)", number, self._slots.taken, self._slots.most)
         task = asyncio.current_task()
         assert task is not None
         self._conversations.add(task)
         try:
             over = await self._converse(ws)
         finally:
-            self._active -= 1
+            self._slots.free()
             self._conversations.discard(task)
-            log.info("session %d closed (%d of %d)", number, self._active, self._most)
+            log.info("session %d closed (%d of %d)", number, self._slots.taken, self._slots.most)
         await self._tell(ws, over)
         return ws
 
     async def _converse(self, ws: web.WebSocketResponse) -> Over:
         try:
             process = await self._process()
-        except EnvError as error:
+        except BaseException as error:
+            self._slots.leave()
+            if not isinstance(error, EnvError):
+                raise
             return Over(frames.error_frame(frames.FACTORY_ERROR, str(error), factory_name=self.config.env.id))
         serve = self.config.serve
-        over = await Conversation(ws, process, serve.request_timeout_s, serve.idle_timeout_s).run()
+        talk = Conversation(ws, process, serve.request_timeout_s, serve.idle_timeout_s, on_leaving=self._slots.leave)
+        over = await talk.run()
         if self._stop.is_set():
             return Over(frames.error_frame(frames.SESSION_ERROR, "the server is shutting down"), GOING_AWAY)
         return over
@@ -272,9 +276,9 @@ class SessionServer:
     async def _refuse(self, ws: web.WebSocketResponse) -> None:
         """Say that it is full, and hang up when the client had time to read it: a close that comes before a client's
         first message is all that some clients see."""
-        log.warning("a session was refused: %d of %d are open", self._active, self._most)
+        log.warning("a session was refused: %d of %d are open", self._slots.taken, self._slots.most)
         try:
-            await ws.send_str(frames.capacity_frame(self._active, self._most))
+            await ws.send_str(frames.capacity_frame(self._slots.taken, self._slots.most))
             await asyncio.wait_for(ws.receive(), REFUSED_S)
         except (TimeoutError, ConnectionError):
             pass
