@@ -205,10 +205,8 @@ def test_writers_that_may_spill_wait_half_a_second_unless_told_otherwise(tmp_pat
     assert tree.arena.timeout_s == 0.5
 
 
-REMOTE_URLS = 'env.url = ["http://a:8000", "http://b:8000/token"]\nenv.max_turns = 4'
-REMOTE = GOOD.replace('env.id = "reverse-text"', REMOTE_URLS)
-    'env.id = "reverse-text"', 'env.url = ["http://a:8000", "http://b:8000/token"]\nenv.max_turns = 4'
-)
+URLS = 'env.url = ["http://a:8000", "http://b:8000/token"]\nenv.max_turns = 4'
+REMOTE = GOOD.replace('env.id = "reverse-text"', URLS)
 
 
 def test_a_remote_source_is_the_id_of_its_urls(tmp_path):
