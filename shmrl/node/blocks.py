@@ -59,7 +59,7 @@ class StepBlocks:
                 else:
                     log.error("block %r was not fetched: %s: %s", handle, type(outcome).__name__, outcome)
             missing = [handle for handle in missing if handle not in outcomes]
-        return [_moved(micro_batch, found) for micro_batch in micro_batches]
+        return [moved(micro_batch, found) for micro_batch in micro_batches]
 
     def _foreign(self, micro_batches: Sequence[MicroBatch]) -> list[Handle]:
         own = self._arena.origin
@@ -110,7 +110,7 @@ class StepBlocks:
             self._copies.close()
 
 
-def _moved(micro_batch: MicroBatch, found: Mapping[Handle, Handle]) -> MicroBatch:
+def moved(micro_batch: MicroBatch, found: Mapping[Handle, Handle]) -> MicroBatch:
     """The micro batch with the copies' handles."""
     if not any(handle in found for handle in micro_batch.handles):
         return micro_batch
