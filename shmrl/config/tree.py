@@ -221,14 +221,14 @@ class RunTree(Table):
         run = self.run.model_copy(update={"output_dir": self.run.output_dir.resolve()})
         path = self.model.path and self.model.path.resolve()
         base = self.arena.base and self.arena.base.resolve()
-        paths = {name: path.resolve() for name in ("certificate", "key", "ca") if (path := getattr(self.node, name))}
+        files = {name: file.resolve() for name in ("certificate", "key", "ca") if (file := getattr(self.node, name))}
         python = self.inference.python and self.inference.python.absolute()  # a venv's is a link: it must stay one
         return self.model_copy(
             update={
                 "run": run,
                 "model": self.model.model_copy(update={"path": path}),
                 "arena": self.arena.model_copy(update={"base": base}),
-                "node": self.node.model_copy(update=paths),
+                "node": self.node.model_copy(update=files),
                 "inference": self.inference.model_copy(update={"python": python}),
             }
         )
