@@ -1,4 +1,4 @@
-"""Two nodes: the producer's arena behind a node server, blocks fetched into the consumer's own, verified, over loopback.
+"""Two nodes: the producer's arena behind a node server, blocks fetched over loopback into the consumer's, verified.
 
 The counterpart of http_server.py; both keep their connections.
 """

@@ -100,7 +100,7 @@ def test_required_shared_memory_refuses_a_remote_reader(make_tree, ranks, arena,
     tree, (there, server) = make_tree(), elsewhere
     (micro_batches,) = ship(there, put(there, branches[:2]), ranks=1)
     required = tree.model_copy(update={"arena": tree.arena.model_copy(update={"transport": "required"})})
-    with pytest.raises(RunError, match="arena.transport = 'required' allows shared memory alone"):
+    with pytest.raises(RunError, match=r"arena\.transport = 'required' allows shared memory alone"):
         step(required, ranks, arena, micro_batches, {there.origin: server.url})
     with pytest.raises(RunError, match="no node server is known for it"):
         step(tree, ranks, arena, micro_batches)
