@@ -112,8 +112,8 @@ class ArenaConfig(Table):
     is 60, or 0.5 with "spill": a file costs less than a long wait, and groups are held back while room is to come.
     shares: what sources can count on, fractions of the capacity (0.5) or sizes ("2GiB"); beyond it they borrow what
     is idle. retain_steps: how many of the last steps keep their blocks after their use, for `shmrl replay export` and
-    for ranks that go back to a checkpoint. fetch_capacity: what copies of other nodes' blocks can count on, in the words
-    of shares. transport: "required" refuses a run whose trainer would have to fetch blocks over HTTP, "preferred" takes
+    for ranks that go back to a checkpoint. fetch_capacity: what copies of other nodes' blocks can count on, as in
+    shares. transport: "required" refuses a run whose trainer would have to fetch blocks over HTTP, "preferred" takes
     shared memory where it can.
     """
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shmrl.arena import Arena
+from shmrl.node import http
 from shmrl.node.server import NodeServer
 
 TOKEN = "5ec2e7" * 5 + "ab"
@@ -35,6 +36,12 @@ def here(tmp_path):
 def server(there):
     with NodeServer(there, TOKEN) as server:
         yield server
+
+
+@pytest.fixture
+def by_sendfile(monkeypatch):
+    """Peers on this very host are served by sendfile, as those on others are."""
+    monkeypatch.setattr(http.Stream, "copies", False)
 
 
 def noise(nbytes, seed=0):

@@ -20,7 +20,7 @@ def dying(after):
         if nbytes > after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    http.Stream.send_file = send_file
+    http.Stream.send_file, http.Stream.copies = send_file, False
 
 
 def main(address, port, after=""):

@@ -27,8 +27,10 @@ def columns(arena):
         return block.seal(columns=[("routing", 500, 700, 300)])
 
 
-@pytest.mark.parametrize("backing", ["shm", "memfd", "file"])
-def test_copies_have_the_bytes_the_columns_and_the_checksums(here, backing, tmp_path):
+@pytest.mark.parametrize(("backing", "local"), [("shm", True), ("shm", False), ("memfd", False), ("file", False)])
+def test_copies_have_the_bytes_the_columns_and_the_checksums(here, backing, local, tmp_path, request):
+    if not local:
+        request.getfixturevalue("by_sendfile")
     base = str(tmp_path) if backing == "file" else None
     with Arena.create("8MiB", backing=backing, base=base, spill_dir=str(tmp_path)) as there:
         handles = [there.put(noise(n, n)) for n in (0, 1, 100, 65_536, 65_537, 1_000_000)]
@@ -50,7 +52,7 @@ def test_copies_have_the_bytes_the_columns_and_the_checksums(here, backing, tmp_
         there.unlink()
 
 
-def test_a_broken_connection_is_resumed_behind_the_last_byte(there, here, server, monkeypatch):
+def test_a_broken_connection_is_resumed_behind_the_last_byte(there, here, server, by_sendfile, monkeypatch):
     data, sent, whole = noise(10 << 20), [], http.Stream.send_file
 
     def breaks(self, fd, offset, nbytes):

@@ -63,7 +63,7 @@ def test_a_block_is_served_whole_in_ranges_and_by_head(there, ask):
     assert (status, headers["Content-Range"]) == (416, "bytes */200000")
 
 
-def test_a_spilled_block_and_one_without_checksums_are_served(tmp_path):
+def test_a_spilled_block_and_one_without_checksums_are_served(tmp_path, by_sendfile):
     with Arena.create("1MiB", spill_dir=str(tmp_path)) as arena, NodeServer(arena, TOKEN) as server:
         data = noise(4 << 20).tobytes()
         handles = [arena.put(data, on_full="spill"), arena.put(data[:1000], checksum=False)]
@@ -177,7 +177,7 @@ def test_a_slow_loris_is_cut_off_while_others_are_served(server, there, ask, mon
         assert sock.recv(100) == b""  # closed by the server, which waits for no further byte
 
 
-def test_a_peer_that_takes_nothing_is_dropped_and_holds_no_block(server, there, monkeypatch):
+def test_a_peer_that_takes_nothing_is_dropped_and_holds_no_block(server, there, by_sendfile, monkeypatch):
     monkeypatch.setattr(serving, "STALL_S", 0.2)
     handle = there.put(noise(48 << 20))
     host, port = server.url.removeprefix("http://").split(":")
@@ -188,7 +188,7 @@ def test_a_peer_that_takes_nothing_is_dropped_and_holds_no_block(server, there, 
     assert there.stats()["used_bytes"] == 0
 
 
-def test_a_client_killed_in_the_middle_leaves_no_hold(server, there):
+def test_a_client_killed_in_the_middle_leaves_no_hold(server, there, by_sendfile):
     handle = there.put(noise(48 << 20))
     host, port = server.url.removeprefix("http://").split(":")
     script = (
@@ -262,7 +262,7 @@ def two_gib(arena, tmp_path):
     return block._seal_as(b"", 0, True)
 
 
-def test_two_gib_and_4_kib_by_head_and_ranges_across_the_line(tmp_path):
+def test_two_gib_and_4_kib_by_head_and_ranges_across_the_line(tmp_path, by_sendfile):
     with Arena.create("2304MiB", backing="file", base=str(tmp_path)) as arena, NodeServer(arena, TOKEN) as server:
         handle, line = two_gib(arena, tmp_path), 2 << 30
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
@@ -284,7 +284,7 @@ def test_two_gib_and_4_kib_by_head_and_ranges_across_the_line(tmp_path):
 
 
 @pytest.mark.long
-def test_two_gib_and_4_kib_by_get(tmp_path):
+def test_two_gib_and_4_kib_by_get(tmp_path, by_sendfile):
     with Arena.create("2304MiB", backing="file", base=str(tmp_path)) as arena, NodeServer(arena, TOKEN) as server:
         handle, line = two_gib(arena, tmp_path), 2 << 30
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
