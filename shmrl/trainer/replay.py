@@ -105,7 +105,7 @@ class RouterReplay:
 
     @contextmanager
     def routes(self, ids: Tensor | None) -> Iterator[None]:
-        """While open, forward passes take their experts from `ids`, signed [rows, layers, K]; -1 where none is recorded.
+        """While open, forward passes take their experts from `ids`: signed [rows, layers, K], -1 where nothing is.
 
         Stay inside through the backward pass when activations are checkpointed: the hooks run again there. None leaves
         every router its own choice. RunError when a layer has consumed no row by the end.

@@ -86,7 +86,7 @@ class Stepper:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        metrics = self._metrics(share, time.monotonic() - assembled)
+        metrics = self._metrics(share, assembled)
         return metrics | {"train/grad_norm": grad_norm, "train/lr": lr, "time/assemble": assembled - began}
 
     # ------------------------------------------------------------------------------------------------------ assemble
@@ -193,9 +193,10 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------------------- metrics
 
-    def _metrics(self, share: _Share, train_s: float) -> dict[str, float]:
+    def _metrics(self, share: _Share, assembled: float) -> dict[str, float]:
         """Means over the loss tokens of all ranks. `fetch` is what it took to read one micro batch into staging."""
-        computed = torch.stack(share.computed).sum(0).tolist()
+        computed = torch.stack(share.computed).sum(0).tolist()  # waits for the device: only now the step has ended
+        train_s = time.monotonic() - assembled
         rows = self._ranks.gather([*computed, *share.sums.values(), share.fetch_max_s, train_s])
         total = dict(zip((*_COMPUTED, *_SUMS), rows.sum(0).tolist(), strict=False))
         train_s = float(rows[:, -1].max())
