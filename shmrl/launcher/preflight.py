@@ -224,6 +224,8 @@ def _ports(tree: RunTree) -> None:
             _want(wanted, tree.env_address(index), f"env-server {split}/{source.name}")
             if source.serve.http is not None:
                 _want(wanted, f"http://{source.serve.http}", f"sessions of {split}/{source.name}")
+    if tree.node.url is not None:
+        _want(wanted, tree.node.url, "the node server")
     if not tree.inference.urls:
         _want(wanted, tree.inference.engine_urls[0], "inference")
 
