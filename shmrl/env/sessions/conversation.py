@@ -60,11 +60,14 @@ class Conversation:
                 text = await self._next(reading, ended)
                 number, answer = await self._ask(text, reading)
                 if answer:
-                    await self._socket.send_str(answer.decode())
+                    async with asyncio.timeout(self._idle_timeout_s):  # a client may stop to read, too
+                        await self._socket.send_str(answer.decode())
                 if number == LAST:
                     raise Over
         except Over as reason:
             over = reason
+        except TimeoutError:
+            over = Over(code=IDLE)
         except ConnectionError:  # the client vanished while it was answered
             over = Over()
         finally:

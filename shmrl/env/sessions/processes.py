@@ -130,7 +130,7 @@ class Template:
             raise EnvError(f"no process for a session: {error}") from None
         if "error" in reply:
             await link.close()
-            raise EnvError(reply["error"])
+            raise EnvError(f"no process for a session: {reply['error']}")
         self._count += 1
         process = SessionProcess(reply["pid"], pidfd, link)
         process.start({**self._settings, "number": self._count})

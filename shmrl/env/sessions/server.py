@@ -16,6 +16,7 @@ import asyncio
 import errno
 import hmac
 import logging
+import resource
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -38,6 +39,8 @@ CLOSE_TIMEOUT_S = 2.0
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """Seconds and probes after which a peer behind a cut cable is gone. Pings of WebSocket some tunnels drop."""
 GONE_S = 0.2
+FILES, FILES_PER_SESSION = 256, 4
+"""A session's: the client's socket, the link, the pidfd; one more for clients that are refused."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -64,6 +67,7 @@ class SessionServer:
     async def run(self) -> None:
         """Serve. Raises PortInUse, ConfigError, TasksetError with the environment's traceback, WorkerDied."""
         host, port = self._place()
+        self._allow_files()
         runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()
         keeping: asyncio.Task[None] | None = None
@@ -89,6 +93,18 @@ class SessionServer:
         self._stop.set()
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    def _allow_files(self) -> None:
+        """Raise this process's limit of open files to what all sessions need; ConfigError beyond the hard limit."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = FILES + FILES_PER_SESSION * self._slots.most
+        if needed > hard != resource.RLIM_INFINITY:
+            raise ConfigError(
+                f"serve.max_concurrent_envs = {self._slots.most} takes {needed:,} open files, and the hard limit is "
+                f"{hard:,} (ulimit -Hn)"
+            )
+        if needed > soft != resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
     def _place(self) -> tuple[str, int]:
         host, _, port = str(self.config.serve.http).rpartition(":")
@@ -237,7 +253,7 @@ class SessionServer:
         await ws.prepare(request)
         _keep_alive(request)
         if not await self._slots.take():
-            await self._refuse(ws)
+            await self._refuse(request, ws)
             return ws
         self._opened += 1
         number = self._opened
@@ -251,7 +267,7 @@ class SessionServer:
             self._slots.free()
             self._conversations.discard(task)
             log.info("session %d closed (%d of %d)", number, self._slots.taken, self._slots.most)
-        await self._tell(ws, over)
+        await self._tell(request, ws, over)
         return ws
 
     async def _converse(self, ws: web.WebSocketResponse) -> Over:
@@ -273,7 +289,7 @@ class SessionServer:
         await self._ready.wait()
         return await self._template.session()
 
-    async def _refuse(self, ws: web.WebSocketResponse) -> None:
+    async def _refuse(self, request: web.Request, ws: web.WebSocketResponse) -> None:
         """Say that it is full, and hang up when the client had time to read it: a close that comes before a client's
         first message is all that some clients see."""
         log.warning("a session was refused: %d of %d are open", self._slots.taken, self._slots.most)
@@ -282,15 +298,18 @@ class SessionServer:
             await asyncio.wait_for(ws.receive(), REFUSED_S)
         except (TimeoutError, ConnectionError):
             pass
-        await self._tell(ws, Over())
+        await self._tell(request, ws, Over())
 
-    async def _tell(self, ws: web.WebSocketResponse, over: Over) -> None:
+    async def _tell(self, request: web.Request, ws: web.WebSocketResponse, over: Over) -> None:
         try:
-            if over.told and not ws.closed:
-                await ws.send_str(over.told)
-            await ws.close(code=over.code)
-        except ConnectionError:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                if over.told and not ws.closed:
+                    await ws.send_str(over.told)
+                await ws.close(code=over.code)
+        except (TimeoutError, ConnectionError):
             log.debug("a client was gone before it was told why")
+            if request.transport is not None:
+                request.transport.abort()
 
 
 _JSON = "application/json"

@@ -111,12 +111,12 @@ class Forge:
         message, descriptors, _, _ = socket.recv_fds(self._end, MAX_MESSAGE, 1)
         if not message:
             return False
-        with socket.socket(fileno=descriptors[0]) as end:
-            try:
+        try:
+            with socket.socket(fileno=descriptors.pop()) as end:
                 pid = self._exec(end) if self._threads else self._copy(end)
-            except OSError as error:
-                self._end.send(json.dumps({"error": f"no process for a session: {error.strerror}"}).encode())
-                return True
+        except (OSError, IndexError) as error:  # IndexError: there was no room for another descriptor
+            self._end.send(json.dumps({"error": str(error)}).encode())
+            return True
         pidfd = os.pidfd_open(pid)
         self._sessions[pidfd] = pid
         self._poll.register(pidfd, select.POLLIN)

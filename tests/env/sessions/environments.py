@@ -152,9 +152,11 @@ class Littering(TextEcho):
 
 
 class Heavy(TextEcho):
-    """Gives answers that JSON cannot carry, if asked to."""
+    """Gives answers that JSON cannot carry, or that nobody can read, if asked to."""
 
     def step(self, action):
+        if action == "much":
+            return "x" * (8 << 20), 0.0, False, False, {}
         return {"prompt": "x", "what": {1, 2}}, float(action), False, False, {}
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 
 import psutil
@@ -196,6 +197,24 @@ async def test_answers_that_json_cannot_carry_are_the_environments_error(session
         assert (kind, data["code"]) == ("error", "EXECUTION_ERROR")
         kind, data = await socket.ask("step", {"message": "0.5"})
         assert (data["reward"], sorted(data["observation"]["what"])) == (0.5, [1, 2])
+
+
+async def test_a_client_that_stops_to_read_is_idle(sessions):
+    async with sessions("Heavy", idle_timeout_s=0.3) as client:
+        socket = await client.open()
+        await socket.ask("reset", {})
+        socket.ws._response.connection.transport.pause_reading()
+        await socket.ws.send_str('{"type":"step","data":{"message":"much"}}')
+        await client.free(1, 5)
+        await client.free(0, 5)
+        socket.vanish()
+
+
+async def test_more_sessions_than_open_files_are_refused(sessions, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    with pytest.raises(ConfigError, match=r"max_concurrent_envs = 1000 takes 4,256 open files, .* limit is 1,024"):
+        async with sessions("TextEcho", max_concurrent_envs=1000):
+            pass
 
 
 async def test_the_http_routes(sessions):
