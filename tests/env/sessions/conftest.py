@@ -54,9 +54,15 @@ class Client:
 
     def __init__(self, http: aiohttp.ClientSession, server: SessionServer) -> None:
         self.http, self.server = http, server
+        self._sockets: list[Socket] = []
 
     async def open(self, path="/ws") -> Socket:
-        return Socket(await self.http.ws_connect(self.server.url + path, max_msg_size=0))
+        self._sockets.append(Socket(await self.http.ws_connect(self.server.url + path, max_msg_size=0)))
+        return self._sockets[-1]
+
+    def close(self):
+        for socket in self._sockets:
+            socket.ws._response.close()
 
     async def get(self, path, method="GET", **rest):
         """(status, JSON)."""
@@ -87,9 +93,11 @@ async def serving_sessions(env_id, args=None, **serve) -> AsyncIterator[Client]:
     if running.done():
         running.result()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        client = Client(http, server)
         try:
-            yield Client(http, server)
+            yield client
         finally:
+            client.close()
             server.stop()
             await running
 
