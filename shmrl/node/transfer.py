@@ -15,8 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from shmrl.arena import Arena, columns
-from shmrl.config.tables import FETCHED
-from shmrl.errors import ChecksumError, ForeignArena, LostPayload, NodeError, NotSealed, ShmrlError, StaleHandle
+from shmrl.config.tables import FETCHED, SPILL_AFTER_S
+from shmrl.errors import (
+    ArenaError,
+    ChecksumError,
+    ForeignArena,
+    LostPayload,
+    NodeError,
+    NotSealed,
+    ShmrlError,
+    StaleHandle,
+)
 from shmrl.node.client import Client, Connection, Passing
 from shmrl.node.http import BadMessage
 from shmrl.types import Handle
@@ -52,7 +61,7 @@ def fetch(
         failed = [error for flight in flights if (error := flight.exception()) is not None]
         if not failed:
             return [flight.result() for flight in flights]
-        with suppress(StaleHandle):
+        with suppress(ArenaError):
             arena.free([flight.result() for flight in flights if flight.exception() is None])
         raise failed[0]
 
@@ -77,7 +86,9 @@ def original_of(tag: str) -> Handle | None:
 
 def fetch_one(arena: Arena, client: Client, handle: Handle, url: str) -> Handle:
     """A copy of one block, with the errors of `fetch`."""
-    with arena.reserve(handle.nbytes, tag=tag_of(handle), timeout_s=client.patience_s) as block:
+    spills = bool(arena._spill_dir())
+    patience_s, on_full = (SPILL_AFTER_S, "spill") if spills else (client.patience_s, "block")
+    with arena.reserve(handle.nbytes, tag=tag_of(handle), timeout_s=patience_s, on_full=on_full) as block:
         with memoryview(block) as payload:
             transfer = _Transfer(handle, payload)
             try:

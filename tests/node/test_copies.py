@@ -2,15 +2,17 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from shmrl.arena import Arena
 from shmrl.errors import LostPayload, NodeError
-from shmrl.node.client import Client
+from shmrl.node.client import STALL_S, Client
 from shmrl.node.copies import Copies, RemoteCopies
 from shmrl.node.server import NodeServer
 from shmrl.types import Handle
@@ -110,7 +112,7 @@ def test_what_has_not_arrived_yet_is_left_out_of_the_answer(there, here, copies)
 ASK = """
 import sys
 from shmrl import wire
-from shmrl.node.client import Client
+from shmrl.node.client import STALL_S, Client
 from shmrl.node.copies import RemoteCopies
 own, origin, url, *handles = sys.argv[1:]
 from shmrl.types import Handle
@@ -170,6 +172,35 @@ def test_a_node_server_killed_in_the_middle_of_a_fetch_leaves_nothing_half(there
         with process(there, ports[0]), process(here, ports[1]):
             asking.join()
             assert held(here, found[handle]) == held(there, handle)
+
+
+def test_a_server_that_is_closed_breaks_off_a_fetch_that_hangs(there, here):
+    """The origin accepts and says nothing: closing does not wait for it."""
+    (handle,) = shipped(there, 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, NodeServer(here, TOKEN) as own:
+        nodes = {there.origin: f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        with Client(TOKEN) as client:
+            assert RemoteCopies(client, own.url).want([handle], nodes, 0, 0.0) == {}
+        accepted, _ = silent.accept()
+        with accepted:
+            accepted.recv(1)
+            began = time.monotonic()
+            own.close()
+            assert time.monotonic() - began < STALL_S / 2
+    assert here.stats()["blocks"] == 0
+
+
+def test_copies_that_find_no_room_are_spilled_where_the_arena_may(there, server, tmp_path):
+    (handle,) = shipped(there, 1, nbytes=3 << 20)
+    with Arena.create("1MiB", spill_dir=str(tmp_path)) as small, Client(TOKEN) as client:
+        copies = Copies(small, client)
+        found = copies.want([handle], {there.origin: server.url}, 0, 20.0)
+        assert held(small, found[handle]) == held(there, handle)
+        assert small.stats()["spilled"] == 1
+        copies.done([handle], {there.origin: server.url}, 0)
+        assert small.stats()["blocks"] == 0
+        copies.close()
+        small.unlink()
 
 
 def test_statistics_name_the_copies_and_the_tag_says_of_what_they_are(there, here, server, copies):
