@@ -125,7 +125,7 @@ class ArenaConfig(Table):
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     verify: bool = False
     preallocate: bool = False
-    orphan_ttl_s: Annotated[float, Field(gt=0)] = 600.0
+    orphan_ttl_s: Annotated[float, Field(gt=0, le=1 << 31)] = 600.0
     retain_steps: Count = 0
     shares: dict[str, float | int | str] = {}
 
