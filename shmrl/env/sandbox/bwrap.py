@@ -182,7 +182,7 @@ class Sandbox:
             group = stack.enter_context(cgroups.Group(self._cgroups, room, limits.processes + 2))  # bwrap, init
             info, info_inside = os.pipe()
             stack.callback(os.close, info)
-            command = self._command(sources, info_inside, limits) + [str(report), self._order(argv, limits)]
+            command = [*self._command(sources, info_inside, limits), str(report), self._order(argv, limits)]
             try:
                 process = subprocess.Popen(
                     _entering(group.procs) + command,

@@ -34,7 +34,7 @@ def main(report: int, order: dict[str, Any]) -> None:
     os.write(report, json.dumps(facts).encode())
 
 
-def _become(order: dict, failed: int) -> None:
+def _become(order: dict[str, Any], failed: int) -> None:
     """Turn this forked process into the program; never returns."""
     try:
         os.setsid()

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -198,16 +199,16 @@ def test_it_works_from_a_system_interpreter(box):
     assert _answer_of(python)[0] == python
 
 
-def test_it_works_for_a_user_who_is_not_root(box, tmp_path_factory):
+def test_it_works_for_a_user_who_is_not_root(box):
     """Root's sandboxes have a real uid of their own; others have a user namespace."""
     python = _system_python()
     if os.geteuid() != 0 or python is None:
         pytest.skip("every other test here is about such a user, or there is no interpreter for one")
-    place = Path(tmp_path_factory.mktemp("nobody"))
-    shutil.copytree(ROOT / "shmrl", place / "shmrl", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for directory in (place, *place.parents[:2]):
-        directory.chmod(0o755)
-    assert _answer_of(python, cwd=place, user=65534, group=65534, extra_groups=[])[1] == "65534"
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own are root's alone
+        place = Path(directory)
+        place.chmod(0o755)
+        shutil.copytree(ROOT / "shmrl", place / "shmrl", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        assert _answer_of(python, cwd=place, user=65534, group=65534, extra_groups=[])[1] == "65534"
 
 
 def test_a_program_that_cannot_start_is_an_error_and_not_an_answer(box):
