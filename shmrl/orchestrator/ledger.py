@@ -58,7 +58,7 @@ class Ledger:
             try:
                 self._arena.adopt([handle])
             except ArenaError as error:
-                self._free(taken)
+                self._free([block for block in taken if block not in self._holds])
                 self._free_rest(counts, handle)
                 raise LostPayload(f"{tag}: block {handle!r} could not be adopted: {error}") from error
             taken.append(handle)
@@ -66,9 +66,12 @@ class Ledger:
             self._holds.setdefault(handle, Hold(tag)).samples += count
 
     def _free_rest(self, counts: Iterable[Handle], lost: Handle) -> None:
-        """Adopt and free what a half-lost episode still has, so that its siblings do not outlive it."""
+        """Adopt and free what a half-lost episode still has, so that its siblings do not outlive it; but for what
+        other episodes share."""
         handles = list(counts)
         for handle in handles[handles.index(lost) + 1 :]:
+            if handle in self._holds:
+                continue
             try:
                 self._arena.adopt([handle])
             except ArenaError:

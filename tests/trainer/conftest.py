@@ -7,6 +7,7 @@ from benches.rollouts import rollouts
 from shmrl import Arena
 from shmrl.config import RunTree, TinyModel
 from shmrl.inference.embedded.tiny import write_tiny
+from shmrl.trainer.parallel import Ranks
 from tests.trainer.families import scale_weights
 
 SHAPE = TinyModel(
@@ -36,6 +37,14 @@ def arena():
     yield arena
     arena.unlink()
     arena.close()
+
+
+@pytest.fixture
+def ranks():
+    """A world of one."""
+    ranks = Ranks("cpu")
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture

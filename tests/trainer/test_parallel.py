@@ -20,15 +20,20 @@ SCRIPT = Path(__file__).with_name("rank_gradients.py")
 TRAINER = {"optimizer": {"max_grad_norm": 1e9}, "loss": {"score_centering": True}}
 
 
-def on_ranks(tree, packed, tmp_path, *modes):
-    """{mode: (gradients, metrics, parameters after five SGD steps)} of one launch with len(packed) ranks."""
+def launch(tree, batches, tmp_path, *modes, script=SCRIPT):
+    """What every rank of one launch wrote, by the parts of the file's name: (mode, case, rank), or mode alone.
+
+    batches: micro batches of every rank, or such lists by case.
+    """
+    cases = batches if isinstance(batches, dict) else {"": batches}
+    wired = {case: [micro_batches_to_wire(rank) for rank in packed] for case, packed in cases.items()}
     (tmp_path / "tree.toml").write_text(dump_toml(tree))
-    (tmp_path / "batches").write_bytes(wire.pack([micro_batches_to_wire(rank) for rank in packed]))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(packed))]
-    launch += ["--log-dir", str(tmp_path)]  # else torch leaves one in /tmp
+    (tmp_path / "batches").write_bytes(wire.pack(wired if isinstance(batches, dict) else wired[""]))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tree.trainer.ranks)]
+    command += ["--log-dir", str(tmp_path)]  # else torch leaves one in /tmp
     arguments = [str(tmp_path / name) for name in ("tree.toml", "batches", "")]
     process = subprocess.run(
-        [sys.executable, *launch, str(SCRIPT), *arguments, *modes],
+        [sys.executable, *command, str(script), *arguments, *modes],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
@@ -36,7 +41,12 @@ def on_ranks(tree, packed, tmp_path, *modes):
         check=False,
     )
     assert process.returncode == 0, process.stderr
-    return {mode: torch.load(tmp_path / f"{mode}.pt") for mode in modes}
+    return {_key(path.stem): torch.load(path) for path in tmp_path.glob("*.pt")}
+
+
+def _key(name):
+    mode, *rest = name.split("-")
+    return (mode, rest[0], int(rest[1])) if rest else mode
 
 
 @pytest.fixture
@@ -68,7 +78,7 @@ def test_five_samples_on_four_ranks(make_tree, arena, branches, tmp_path, alone)
     packed = ship(arena, samples, ranks=4, readers=9, seq_len=max(sample.T for sample in samples))
     assert {len(rank) for rank in packed} == {2}
     assert sum(not batch.samples for rank in packed for batch in rank) == 3  # dummies
-    found = on_ranks(make_tree(ranks=4, **TRAINER), packed, tmp_path, "ddp")
+    found = launch(make_tree(ranks=4, **TRAINER), packed, tmp_path, "ddp")
     same(found["ddp"][0], one)
     for name in ("train/loss", "train/grad_norm", "train/entropy", "payload/bytes"):
         assert found["ddp"][1][name] == pytest.approx(metrics[name], rel=1e-4), name
@@ -88,7 +98,7 @@ def test_sharded_equals_replicated_equals_alone(make_tree, arena, branches, tmp_
     one, metrics, moved = alone(samples)
     packed = ship(arena, samples, ranks=2, readers=9)
     exact, close = ("ddp", "fsdp", "fsdp_checkpointed", "fsdp_offloaded"), ("ddp_bfloat16", "fsdp_bfloat16")
-    found = on_ranks(make_tree(ranks=2, **TRAINER), packed, tmp_path, *exact, *close)
+    found = launch(make_tree(ranks=2, **TRAINER), packed, tmp_path, *exact, *close)
     for mode in exact:
         same(found[mode][0], one)
         assert found[mode][1]["train/grad_norm"] == pytest.approx(metrics["train/grad_norm"], rel=1e-4), mode
@@ -117,7 +127,7 @@ def test_a_rank_without_trainable_tokens(make_tree, arena, with_prompts, tmp_pat
     _, _, moved = alone(trained)
     (first,), (second,) = (ship(arena, samples, ranks=1, readers=9) for samples in (trained, untrained))
     second += [MicroBatch((), padding=1)] * (len(first) - len(second))
-    after_five_steps(on_ranks(make_tree(ranks=2, **TRAINER), [first, second], tmp_path, "ddp", "fsdp"), moved)
+    after_five_steps(launch(make_tree(ranks=2, **TRAINER), [first, second], tmp_path, "ddp", "fsdp"), moved)
 
 
 def test_context_parallel_ranks_equal_one(make_tree, arena, with_prompts, tmp_path, alone):
@@ -132,7 +142,7 @@ def test_context_parallel_ranks_equal_one(make_tree, arena, with_prompts, tmp_pa
         for batch in pack(samples, seq_len=96, num_ranks=1)[0]
     ]
     modes = ("ddp_context", "fsdp_context", "fsdp_context_checkpointed")
-    found = on_ranks(make_tree(ranks=2, **TRAINER), [mine, mine], tmp_path, *modes)
+    found = launch(make_tree(ranks=2, **TRAINER), [mine, mine], tmp_path, *modes)
     for mode in modes:
         same(found[mode][0], one)
         for name in ("train/loss", "train/entropy", "train/grad_norm"):

@@ -1,0 +1,119 @@
+"""Blocks that cannot be read: all ranks agree, drop the same micro batches, and train as if these had never been."""
+
+import numpy as np
+import pytest
+import torch
+
+from shmrl.config.shape import model_shape
+from shmrl.errors import RunError
+from shmrl.payload import pack, read_column
+from shmrl.trainer.fake import _branch
+from shmrl.types import MicroBatch
+from tests.payload.test_assemble import flip_one_bit
+from tests.trainer import lost_blocks
+from tests.trainer.samples import put
+from tests.trainer.test_parallel import launch
+from tests.trainer.test_step import stepper
+
+LOSS_TOKENS = 100
+
+
+@pytest.fixture
+def hundreds(make_tree, arena):
+    """Four samples of 100 loss tokens each, with every field."""
+    tree = make_tree()
+    (source,) = tree.orchestrator.train.source
+    rng = np.random.default_rng(5)
+    samples = put(arena, [_branch(tree, source, model_shape(tree), 133, rng) for _ in range(4)])
+    assert [sample.S for sample in samples] == [LOSS_TOKENS] * 4
+    arena.ship([handle for sample in samples for handle in sample.handles], readers=9, step=1)
+    yield samples
+    arena.discard("run")
+
+
+def micro_batch(*samples):
+    (made,) = pack(samples, seq_len=133 * len(samples), num_ranks=1)[0]
+    return made
+
+
+def dummy_of(batch):
+    """What stands in a rank's list where another has more micro batches."""
+    return MicroBatch((), padding=1, fields=batch.fields, shapes=batch.shapes)
+
+
+def equal(mine, theirs):
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        assert torch.equal(mine[name], theirs[name]), name
+
+
+def test_two_ranks_drop_what_one_of_them_lost(make_tree, arena, hundreds, tmp_path):
+    """2 ranks x 2 micro batches of 100 loss tokens, one of rank 1 destroyed: 300 on both, counted once, and gradients
+    are those of a run that never had it, to the last bit; replicated and sharded."""
+    a, b, c, d = map(micro_batch, hundreds)
+    arena.free(list(d.handles))
+    cases = {"lost": [[a, b], [c, d]], "first": [[a, b], [d, c]], "never": [[a, b], [c, dummy_of(d)]]}
+    found = launch(make_tree(ranks=2), cases, tmp_path, "ddp", "fsdp", script=lost_blocks.__file__)
+    for mode in ("ddp", "fsdp"):
+        for rank in (0, 1):
+            never, metrics, agreed = found[mode, "never", rank]
+            assert (agreed, metrics["payload/dropped_micro_batches"]) == (3 * LOSS_TOKENS, 0.0)
+            assert any(gradient.abs().max() > 1e-4 for gradient in never.values())
+            for case in ("lost", "first"):
+                gradients, metrics, agreed = found[mode, case, rank]
+                assert (agreed, metrics["payload/dropped_micro_batches"]) == (3 * LOSS_TOKENS, 1.0)
+                equal(gradients, never)
+
+
+def test_a_context_parallel_group_drops_what_one_of_it_cannot_read(make_tree, arena, hundreds, tmp_path):
+    a, b = map(micro_batch, hundreds[:2])
+    cases = {"unseen": [[a, b]] * 2, "never": [[a, dummy_of(b)]] * 2}
+    found = launch(make_tree(ranks=2), cases, tmp_path, "ddp_context", "fsdp_context", script=lost_blocks.__file__)
+    for mode in ("ddp_context", "fsdp_context"):
+        for rank in (0, 1):
+            gradients, metrics, agreed = found[mode, "unseen", rank]
+            assert (agreed, metrics["payload/dropped_micro_batches"]) == (LOSS_TOKENS, 1.0)
+            equal(gradients, found[mode, "never", rank][0])
+
+
+def test_no_rank_is_done_with_a_block_before_all_agree(make_tree, ranks, arena, hundreds, monkeypatch):
+    one, seen = stepper(make_tree(), ranks, arena), []
+    agree = ranks.sum
+
+    def watched(values):
+        seen.append([row["done"] for row in arena.ls()])
+        return agree(values)
+
+    monkeypatch.setattr(ranks, "sum", watched)
+    one.run(1, [micro_batch(sample) for sample in hundreds], lr=0.0)
+    assert seen == [[()] * 4]  # one call: readable bits and loss tokens together
+    assert [row["done"] for row in arena.ls()] == [(0,)] * 4
+
+
+def test_a_stand_in_has_a_real_route_and_no_loss(make_tree, ranks, arena, hundreds):
+    micro_batches = [micro_batch(sample) for sample in hundreds]
+    arena.free(list(micro_batches[1].handles))
+    share = stepper(make_tree(), ranks, arena)._assemble(1, micro_batches)
+    (_, first), (dummy, batch), *_ = share.work
+    assert (dummy.samples, dummy.num_tokens, int(batch.loss_mask.sum())) == ((), 1, 0)
+    assert np.array_equal(batch.routing, first.routing[:1])
+    assert batch.routing.dtype == first.routing.dtype
+    assert batch.routing_covered.tolist() == [True]
+    assert (share.lost, share.global_tokens) == (1, 3 * LOSS_TOKENS)
+
+
+def test_damaged_rows_are_dropped_where_they_are_verified(make_tree, ranks, arena, hundreds):
+    tree = make_tree()
+    tree = tree.model_copy(update={"arena": tree.arena.model_copy(update={"verify": True})})
+    flip_one_bit(arena, read_column(arena, hundreds[2], "tokens").tobytes())
+    metrics = stepper(tree, ranks, arena).run(1, [micro_batch(sample) for sample in hundreds], lr=0.0)
+    assert metrics["payload/dropped_micro_batches"] == 1.0
+
+
+def test_a_step_of_which_nothing_is_readable_stops_the_run_and_keeps_its_blocks(make_tree, ranks, arena, hundreds):
+    micro_batches = [micro_batch(sample) for sample in hundreds]
+    untrained = hundreds[3].truncated(20)
+    arena.free([handle for batch in micro_batches[:3] for handle in batch.handles])
+    with pytest.raises(RunError, match=r"step 7: no loss token can be read \(3 micro batches are lost\)"):
+        stepper(make_tree(), ranks, arena).run(7, [*micro_batches[:3], micro_batch(untrained)], lr=0.0)
+    assert [row["done"] for row in arena.ls()] == [()]  # nobody said done: they are the orchestrator's to free
