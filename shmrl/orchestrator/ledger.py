@@ -11,6 +11,7 @@ the number of ranks: nothing retires before the step's effects are published.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,16 @@ class Ledger:
             self._holds[handle].step = step
             by_count[count].append(handle)
         for count, handles in by_count.items():
-            self._arena.ship(handles, readers=count * readers + 1, step=step)
+            self._arm(handles, count * readers + 1, step)
+
+    def _arm(self, handles: Sequence[Handle], readers: int, step: int) -> None:
+        """Ship what is still there. A block that is gone goes out all the same: the ranks agree on what they drop."""
+        try:
+            self._arena.ship(handles, readers=readers, step=step)
+        except StaleHandle:
+            for handle in handles:
+                with contextlib.suppress(StaleHandle):
+                    self._arena.ship([handle], readers=readers, step=step)
 
     def report(self, step: int) -> None:
         """The step is durable: be its last reader. Blocks that later samples share stay held, unshipped."""

@@ -1,7 +1,7 @@
 """Run by test_lost under torch.distributed.run: one step per mode and case; every rank writes what it computed.
 
-Arguments: run tree (TOML), cases (msgpack: {case: micro batches of every rank}), directory to write to, modes of
-rank_gradients. In a case called "unseen" rank 1 alone cannot read its last micro batch.
+Arguments: run tree (TOML), cases (msgpack: {case: micro batches of every rank}), directory to write to, jobs
+"mode-case" with a mode of rank_gradients. In a case called "unseen" rank 1 alone cannot read its last micro batch.
 """
 
 import sys
@@ -40,21 +40,21 @@ class Counting(Stepper):
         return share
 
 
-def main(toml, cases, out, *modes):
+def main(toml, cases, out, *jobs):
     tree = load_run([Path(toml)])
     ranks = Ranks("cpu")
     given = wire.unpack(Path(cases).read_bytes())
     with Blind.attach(tree.arena.address, reader=ranks.rank) as arena:
-        for mode in modes:
+        for job in jobs:
+            mode, case = job.split("-")
             changed = tree.model_copy(update={"trainer": tree.trainer.model_copy(update=MODES[mode])})
-            for case, packed in given.items():
-                mine = micro_batches_from_wire(packed[ranks.rank])
-                arena.unseen = frozenset(mine[-1].handles if case == "unseen" and ranks.rank == 1 else ())
-                policy, module = prepare(changed, ranks, tree.initial_weights)
-                watched = Watched(policy)
-                stepper = Counting(changed, ranks, arena, policy, module, watched)
-                metrics = stepper.run(1, mine, lr=0.0)
-                torch.save((watched.gradients, metrics, stepper.agreed), Path(out) / f"{mode}-{case}-{ranks.rank}.pt")
+            mine = micro_batches_from_wire(given[case][ranks.rank])
+            arena.unseen = frozenset(mine[-1].handles if case == "unseen" and ranks.rank == 1 else ())
+            policy, module = prepare(changed, ranks, tree.initial_weights)
+            watched = Watched(policy)
+            stepper = Counting(changed, ranks, arena, policy, module, watched)
+            metrics = stepper.run(1, mine, lr=0.0)
+            torch.save((watched.gradients, metrics, stepper.agreed), Path(out) / f"{job}-{ranks.rank}.pt")
     ranks.close()
 
 

@@ -6,7 +6,7 @@ import torch
 
 from shmrl.config.shape import model_shape
 from shmrl.errors import RunError
-from shmrl.payload import pack, read_column
+from shmrl.payload import pack, read_tokens
 from shmrl.trainer.fake import _branch
 from shmrl.types import MicroBatch
 from tests.payload.test_assemble import flip_one_bit
@@ -14,8 +14,6 @@ from tests.trainer import lost_blocks
 from tests.trainer.samples import put
 from tests.trainer.test_parallel import launch
 from tests.trainer.test_step import stepper
-
-LOSS_TOKENS = 100
 
 
 @pytest.fixture
@@ -25,7 +23,7 @@ def hundreds(make_tree, arena):
     (source,) = tree.orchestrator.train.source
     rng = np.random.default_rng(5)
     samples = put(arena, [_branch(tree, source, model_shape(tree), 133, rng) for _ in range(4)])
-    assert [sample.S for sample in samples] == [LOSS_TOKENS] * 4
+    assert [sample.S for sample in samples] == [100] * 4
     arena.ship([handle for sample in samples for handle in sample.handles], readers=9, step=1)
     yield samples
     arena.discard("run")
@@ -47,33 +45,31 @@ def equal(mine, theirs):
         assert torch.equal(mine[name], theirs[name]), name
 
 
-def test_two_ranks_drop_what_one_of_them_lost(make_tree, arena, hundreds, tmp_path):
+def test_ranks_drop_together_what_one_of_them_cannot_read(make_tree, arena, hundreds, tmp_path):
     """2 ranks x 2 micro batches of 100 loss tokens, one of rank 1 destroyed: 300 on both, counted once, and gradients
-    are those of a run that never had it, to the last bit; replicated and sharded."""
+    are those of a run that never had it, to the last bit. And a context-parallel group, one rank of which is blind."""
     a, b, c, d = map(micro_batch, hundreds)
     arena.free(list(d.handles))
-    cases = {"lost": [[a, b], [c, d]], "first": [[a, b], [d, c]], "never": [[a, b], [c, dummy_of(d)]]}
-    found = launch(make_tree(ranks=2), cases, tmp_path, "ddp", "fsdp", script=lost_blocks.__file__)
-    for mode in ("ddp", "fsdp"):
-        for rank in (0, 1):
-            never, metrics, agreed = found[mode, "never", rank]
-            assert (agreed, metrics["payload/dropped_micro_batches"]) == (3 * LOSS_TOKENS, 0.0)
-            assert any(gradient.abs().max() > 1e-4 for gradient in never.values())
-            for case in ("lost", "first"):
+    cases = {
+        "lost": [[a, b], [c, d]], "first": [[a, b], [d, c]], "never": [[a, b], [c, dummy_of(d)]],
+        "unseen": [[a, b]] * 2, "alone": [[a, dummy_of(b)]] * 2,
+    }  # fmt: skip
+    data, context = ("ddp", "fsdp"), ("ddp_context", "fsdp_context")
+    jobs = [f"{mode}-{case}" for mode in data for case in ("lost", "first", "never")]
+    jobs += [f"{mode}-{case}" for mode in context for case in ("unseen", "alone")]
+    found = launch(make_tree(ranks=2), cases, tmp_path, *jobs, script=lost_blocks.__file__)
+    for rank in (0, 1):
+        for mode, tokens, without, withs in (
+            *((mode, 300, "never", ("lost", "first")) for mode in data),
+            *((mode, 100, "alone", ("unseen",)) for mode in context),
+        ):
+            never, metrics, agreed = found[mode, without, rank]
+            assert (agreed, metrics["payload/dropped_micro_batches"]) == (tokens, 0.0)
+            assert max(gradient.abs().max() for gradient in never.values()) > 1e-4
+            for case in withs:
                 gradients, metrics, agreed = found[mode, case, rank]
-                assert (agreed, metrics["payload/dropped_micro_batches"]) == (3 * LOSS_TOKENS, 1.0)
+                assert (agreed, metrics["payload/dropped_micro_batches"]) == (tokens, 1.0), (mode, case, rank)
                 equal(gradients, never)
-
-
-def test_a_context_parallel_group_drops_what_one_of_it_cannot_read(make_tree, arena, hundreds, tmp_path):
-    a, b = map(micro_batch, hundreds[:2])
-    cases = {"unseen": [[a, b]] * 2, "never": [[a, dummy_of(b)]] * 2}
-    found = launch(make_tree(ranks=2), cases, tmp_path, "ddp_context", "fsdp_context", script=lost_blocks.__file__)
-    for mode in ("ddp_context", "fsdp_context"):
-        for rank in (0, 1):
-            gradients, metrics, agreed = found[mode, "unseen", rank]
-            assert (agreed, metrics["payload/dropped_micro_batches"]) == (LOSS_TOKENS, 1.0)
-            equal(gradients, found[mode, "never", rank][0])
 
 
 def test_no_rank_is_done_with_a_block_before_all_agree(make_tree, ranks, arena, hundreds, monkeypatch):
@@ -99,13 +95,13 @@ def test_a_stand_in_has_a_real_route_and_no_loss(make_tree, ranks, arena, hundre
     assert np.array_equal(batch.routing, first.routing[:1])
     assert batch.routing.dtype == first.routing.dtype
     assert batch.routing_covered.tolist() == [True]
-    assert (share.lost, share.global_tokens) == (1, 3 * LOSS_TOKENS)
+    assert (share.lost, share.global_tokens) == (1, 300)
 
 
 def test_damaged_rows_are_dropped_where_they_are_verified(make_tree, ranks, arena, hundreds):
     tree = make_tree()
     tree = tree.model_copy(update={"arena": tree.arena.model_copy(update={"verify": True})})
-    flip_one_bit(arena, read_column(arena, hundreds[2], "tokens").tobytes())
+    flip_one_bit(arena, read_tokens(arena, hundreds[2]).tobytes())
     metrics = stepper(tree, ranks, arena).run(1, [micro_batch(sample) for sample in hundreds], lr=0.0)
     assert metrics["payload/dropped_micro_batches"] == 1.0
 

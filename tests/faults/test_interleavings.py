@@ -1,0 +1,353 @@
+"""Random histories of a run's roles - dispatch, cancel, drop, stale, ship, lost block, the death of anyone - and after
+each of them the arena is empty: every block was freed, once, and no rank has read a wrong byte.
+
+The machine is everything between the roles: the env server with its requests, the trainer's agreement, the launcher.
+"""
+
+import itertools
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from multiprocessing.connection import Listener
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from shmrl.arena import Arena
+from shmrl.env.protocol import episode_to_wire
+from shmrl.payload import micro_batches_from_wire, micro_batches_to_wire, sample_from_wire
+from shmrl.types import EpisodeResult, ErrorInfo
+from tests.faults.roles import PROMPT, RANKS, RUN, Local, Remote, nursery
+
+PICK = st.integers(0, 1 << 20)
+LENGTHS = st.lists(st.integers(8, 40), min_size=1, max_size=3)  # of an episode's branches; 24 tokens are trained
+WITHIN = st.sampled_from(("turn", "arrive", "ship", "stop"))  # what the orchestrator does when it is killed
+REWARDS = st.sampled_from((0.0, 0.5, 1.0))
+DIED = episode_to_wire(EpisodeResult(False, "", error=ErrorInfo("WorkerDied", "killed by SIGKILL")))
+
+
+@dataclass
+class Episode:
+    """A request at the env server, and its reply once the worker has stored it."""
+
+    number: int
+    version: int
+    reply: Any = None
+
+
+@dataclass
+class Step:
+    """One that is out: each rank's micro batches on the wire, what it read of them, and whether it is done."""
+
+    wires: list[Any]
+    read: list[Any]
+    done: list[bool]
+
+
+class Machine(RuleBasedStateMachine):
+    """`arena` is the env server's and the operator's."""
+
+    where: Any = Local
+    seen: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self):
+        super().__init__()
+        self.arena = Arena.create("8MiB", run_id=RUN)
+        self.attempts, self.tags, self.lost = itertools.count(), {}, set()
+        self.worker = self.where("worker", self.arena.address)
+        self.ranks = [self.where("rank", self.arena.address, rank) for rank in range(RANKS)]
+        self.begin()
+
+    def begin(self):
+        """An orchestrator connects; what an earlier one asked for is nobody's business any more."""
+        self.episodes, self.cancels, self.answered, self.step = {}, [], set(), None
+        self.orchestrator = self.where("orchestrator", self.arena.address, next(self.attempts))
+        self.look(self.orchestrator("turn"))
+
+    def look(self, answer):
+        """What the orchestrator asks for, and what it has given up."""
+        waiting, given_up = answer
+        self.open = {number for number, _, _ in waiting}
+        for number, tag, version in waiting:
+            if number not in self.answered:
+                self.episodes.setdefault(tag, Episode(number, version))
+        self.cancels += given_up
+
+    # --------------------------------------------------------------------------------------------------- episodes
+
+    def chosen(self, pick, stored):
+        tags = [tag for tag, episode in self.episodes.items() if (episode.reply is not None) == stored]
+        return tags[pick % len(tags)] if tags else None
+
+    @rule(pick=PICK, lengths=LENGTHS, broken=st.sampled_from((False, False, False, True)))
+    def store(self, pick, lengths, broken):
+        tag = self.chosen(pick, stored=False)
+        if tag is None:
+            return
+        episode = self.episodes[tag]
+        episode.reply = self.worker("store", tag, lengths, episode.version, broken)
+        self.seen["does not encode"] += not episode.reply["success"]
+        for branch in episode.reply.get("info", {}).get("shmrl_payload", {}).get("branches", []):
+            self.tags |= dict.fromkeys(map(str, sample_from_wire(branch).handles), tag)
+
+    @rule(pick=PICK, reward=REWARDS, arrived=st.booleans())
+    def answer(self, pick, reward, arrived):
+        tag = self.chosen(pick, stored=True)
+        if tag is not None:
+            self.reply(tag, reward, arrived)
+
+    def reply(self, tag, reward, arrived=True):
+        """The server frees what a failed episode left, and hands out the one reply; whoever gave it up drops it."""
+        episode = self.episodes.pop(tag)
+        self.answered.add(episode.number)
+        if not episode.reply["success"]:
+            self.arena.discard(tag)
+        if episode.number in self.open:
+            self.look(self.orchestrator("answer", episode.number, reward, episode.reply, arrived))
+        else:
+            self.seen["replied after the cancel"] += 1
+
+    @rule(pick=PICK, lengths=LENGTHS, rewards=st.lists(REWARDS, min_size=4, max_size=12), ship=st.booleans())
+    def serve(self, pick, lengths, rewards, ship):
+        """Several episodes from begin to end, so that batches come together."""
+        for reward in rewards:
+            self.store(pick, lengths, False)
+            self.answer(pick, reward, True)
+        if ship and self.step is None:
+            self.ship()
+
+    @rule()
+    def arrive(self):
+        self.look(self.orchestrator("arrive"))
+
+    @precondition(lambda self: self.cancels)
+    @rule(pick=PICK)
+    def cancel(self, pick):
+        tag = self.cancels.pop(pick % len(self.cancels))
+        self.episodes.pop(tag, None)
+        self.arena.discard(tag)
+        self.seen["cancelled"] += 1
+
+    @rule(pick=PICK)
+    def lose(self, pick):
+        """An operator's mistake."""
+        tags = sorted({row["tag"] for row in self.arena.ls()})
+        if tags:
+            self.lost.add(tags[pick % len(tags)])
+            self.arena.discard(tags[pick % len(tags)])
+            self.seen["lost"] += 1
+
+    # ------------------------------------------------------------------------------------------------------ steps
+
+    @precondition(lambda self: self.step is None)
+    @rule()
+    def ship(self):
+        wires = self.orchestrator("ship")
+        self.look(self.orchestrator("turn"))
+        if wires is not None:
+            self.step = Step(wires, [None] * RANKS, [False] * RANKS)
+            self.seen["shipped"] += 1
+
+    @precondition(lambda self: self.step is not None)
+    @rule(rank=st.integers(0, RANKS - 1), hold=st.booleans())
+    def read(self, rank, hold):
+        wire = self.step.wires[rank]
+        if hold:
+            self.ranks[rank]("hold", wire)
+        self.step.read[rank] = self.ranks[rank]("read", wire)
+        for micro, (readable, tokens) in zip(micro_batches_from_wire(wire), self.step.read[rank], strict=True):
+            gone = any(
+                f"{RUN}/{s.meta['source']}/{s.meta['group']}/{s.meta['episode']}" in self.lost for s in micro.samples
+            )
+            assert readable != gone
+            assert tokens == (0 if gone else sum(sample.T - PROMPT for sample in micro.samples))
+            self.seen["dropped"] += gone
+
+    @precondition(lambda self: self.step is not None and None not in self.step.read)
+    @rule(rank=st.integers(0, RANKS - 1))
+    def done(self, rank):
+        """Only once all ranks have read, and know what they drop."""
+        self.ranks[rank]("done", self.step.wires[rank])
+        self.step.done[rank] = True
+
+    @precondition(lambda self: self.step is not None and all(self.step.done))
+    @rule()
+    def durable(self):
+        self.orchestrator("durable")
+        self.step = None
+        self.look(self.orchestrator("turn"))
+
+    @precondition(lambda self: self.step is not None)
+    @rule()
+    def train(self):
+        """A step from where it is to its end."""
+        for rank in range(RANKS):
+            if self.step.read[rank] is None:
+                self.read(rank, False)
+        for rank in range(RANKS):
+            self.done(rank)
+        self.durable()
+
+    # ------------------------------------------------------------------------------------------------------- ends
+
+    @rule(pick=PICK, lengths=LENGTHS, how=st.sampled_from(("store", "begin", "close")), completed=st.booleans())
+    def kill_worker(self, pick, lengths, how, completed):
+        """Its server finds out, frees what the open requests left, and starts another."""
+        tag = self.chosen(pick, stored=False) or f"{RUN}/a/none/0"
+        given = {"store": (tag, lengths, 0, False), "begin": (tag,), "close": ()}[how]
+        self.worker.kill(how, *given, completed=completed and how != "close")
+        self.sweep()
+        for one in list(self.episodes):
+            self.episodes[one].reply = DIED
+            self.reply(one, 0.0)
+        self.arena.discard(f"{RUN}/a/none/0")
+        self.worker = self.where("worker", self.arena.address)
+        self.seen["a worker killed"] += 1
+
+    @rule(how=st.sampled_from(("drain", "halt", "kill_orchestrator", "kill_server")), within=WITHIN, late=st.booleans())
+    def end(self, how, within, late):
+        """Of an orchestrator's life, and another one begins."""
+        if how == "kill_orchestrator":
+            self.kill_orchestrator(within, late)
+        else:
+            getattr(self, how)()
+        self.seen[how] += 1
+
+    def kill_server(self):
+        """With its workers; the orchestrator ends at once."""
+        self.worker.kill("close", completed=False)
+        self.worker = self.where("worker", self.arena.address)
+        self.halt()
+
+    @rule(rank=st.integers(0, RANKS - 1), how=st.sampled_from(("hold", "read", "done")), completed=st.booleans())
+    def kill_rank(self, rank, how, completed):
+        """The trainer starts again, and gets its step again."""
+        wire = self.step.wires[rank] if self.step else micro_batches_to_wire([])
+        agreed = self.step is not None and None not in self.step.read
+        self.ranks[rank].kill("read" if how == "done" and not agreed else how, wire, completed=completed)
+        self.sweep()
+        self.ranks[rank] = self.where("rank", self.arena.address, rank)
+        if self.step:
+            self.step = Step(self.step.wires, [None] * RANKS, [False] * RANKS)
+        self.seen["a rank killed"] += 1
+
+    def kill_orchestrator(self, verb, completed):
+        """Nobody awaits the replies of its episodes: the server frees each as it comes."""
+        self.orchestrator.kill(verb, completed=completed)
+        self.sweep()
+        for tag in [*self.episodes, *self.cancels]:
+            self.arena.discard(tag)
+        self.begin()
+
+    def halt(self):
+        """The second signal: it stops at once, with a step out. The ledger frees that, too."""
+        self.orchestrator("stop")
+        self.check_frees(self.orchestrator)
+        self.orchestrator.close()
+        self.begin()
+
+    def sweep(self):
+        """A death is noticed; the kernel lets go of a killed process's lock a moment after its pipe is closed."""
+        while self.where is Remote and not self.arena.sweep():
+            pass
+
+    def drain(self):
+        self.finish()
+        self.begin()
+
+    def finish(self):
+        """An orderly end: nothing is held, and once the server has heard of every cancel, nothing is there."""
+        if self.step is not None:
+            self.train()
+        held, given_up = self.orchestrator("stop")
+        assert held == 0
+        self.cancels += given_up
+        while self.cancels:
+            self.cancel(0)
+        stats = self.arena.stats(exact=True)
+        assert (stats["blocks"], stats["created"]) == (0, stats["freed"]), self.arena.ls()
+        assert self.arena.fsck() == []
+        self.check_frees(self.orchestrator, self.worker, *self.ranks)
+        self.orchestrator.close()
+
+    def check_frees(self, *roles):
+        """Nothing was freed a second time but what an operator had discarded before."""
+        for role in roles:
+            assert {self.tags[handle] for handle in role.twice} <= self.lost
+
+    @invariant()
+    def every_block_is_there_or_was_freed_once(self):
+        stats = self.arena.stats()
+        assert stats["created"] == stats["freed"] + stats["blocks"]
+
+    def teardown(self):
+        try:
+            self.finish()
+            for role in (self.worker, *self.ranks):
+                role.close()
+        finally:
+            self.arena.close()
+            self.arena.unlink()
+
+
+PATHS = {
+    "does not encode", "replied after the cancel", "cancelled", "lost", "shipped", "dropped", "drain", "halt",
+    "kill_orchestrator", "kill_server", "a worker killed", "a rank killed",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """Failures are data, and logged: here by the thousand."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def run(where, examples, steps):
+    Machine.where, Machine.seen = where, Counter()
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=examples <= 200,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+        ),
+    )
+    return Machine.seen
+
+
+def test_whatever_happens_every_block_is_freed_once():
+    seen = run(Local, 200, 25)
+    assert seen.keys() >= PATHS, PATHS - seen.keys()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_whatever_happens_every_block_is_freed_once_for_long():
+    run(Local, 2000, 50)
+
+
+@pytest.fixture
+def processes(helper, tmp_path):
+    """Roles in processes of their own."""
+    with Listener(str(tmp_path / "roles"), backlog=8) as listener:
+        Remote.nursery, Remote.listener = helper(nursery), listener
+        yield Remote
+
+
+def test_whoever_is_killed_every_block_is_freed_once(processes):
+    run(processes, 10, 40)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_whoever_is_killed_every_block_is_freed_once_for_long(processes):
+    seen = run(processes, 250, 50)
+    assert seen.keys() >= PATHS, PATHS - seen.keys()
