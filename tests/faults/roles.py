@@ -116,7 +116,7 @@ class Desk:
 
     def __init__(self):
         self.numbers = itertools.count()
-        self.open, self.travelling, self.given_up = {}, {}, []
+        self.open, self.travelling, self.given_up, self.late = {}, {}, [], 0
 
     async def tasks(self, split, start, n):
         return [Task(f"{split}{i}", {}, i) for i in range(start, start + n)]
@@ -128,6 +128,7 @@ class Desk:
             return await reply
         except asyncio.CancelledError:
             if number in self.travelling:  # too late: it comes all the same
+                self.late += 1
                 return self.travelling.pop(number)
             self.given_up.append(tag)
             raise
@@ -201,10 +202,11 @@ class Orchestrator:
         self.dispatcher.wake()
 
     def stop(self):
-        """The end, orderly or (a step is out) at once. -> blocks the ledger still had, tags that were cancelled."""
+        """The end, orderly or (a step is out) at once. -> blocks the ledger still had, tags that were cancelled, how
+        many episodes had which outcome, or returned late."""
         self.loop.run_until_complete(self._stop())
         _, given_up = self.turn()
-        return len(self.ledger.close()), given_up
+        return len(self.ledger.close()), given_up, self.episodes.take_counts() | {"late": self.desk.late}
 
     async def _stop(self):
         self.running.cancel()
@@ -222,7 +224,7 @@ class Orchestrator:
 
 
 async def spin():
-    for _ in range(40):
+    for _ in range(24):
         await asyncio.sleep(0)
 
 
