@@ -8,10 +8,13 @@ killed at any moment. Every token of an episode follows from its tag, so that a 
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
+import select
 import signal
 import sys
 import tempfile
+import time
 import zlib
 from functools import cache
 from multiprocessing.connection import Client
@@ -299,9 +302,9 @@ class Local:
     def __call__(self, verb, *args):
         return getattr(self.role, verb)(*args)
 
-    def kill(self, verb, *args, completed=True):
-        """Dies in the middle of a verb: before or after what it does to the arena."""
-        if completed:
+    def kill(self, moment, verb, *args):
+        """Dies before or after what a verb does to the arena."""
+        if moment:
             self(verb, *args)
         self.role.close()
 
@@ -318,7 +321,7 @@ class Remote:
         self.twice = []
         self.nursery.say(" ".join(map(str, (self.listener.address, role, *args))))
         self.pipe = self.listener.accept()
-        self.pid = self.pipe.recv()
+        self.pidfd = os.pidfd_open(self.pipe.recv())
 
     def __call__(self, verb, *args):
         self.pipe.send((verb, args))
@@ -328,20 +331,22 @@ class Remote:
             raise AssertionError(f"{verb} raised {value}")
         return value
 
-    def kill(self, verb, *args, completed=True):
-        """SIGKILL while it does something, or once it has done it."""
-        if completed:
-            self(verb, *args)
-        else:
-            self.pipe.send((verb, args))
-        os.kill(self.pid, signal.SIGKILL)
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            while True:
-                self.pipe.recv()
-        self.pipe.close()
+    def kill(self, moment, verb, *args):
+        """SIGKILL so many seconds after it was told to do something: before, while or after it does it."""
+        self.pipe.send((verb, args))
+        time.sleep(moment)
+        with contextlib.suppress(ProcessLookupError):  # it closed, and left
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        self._gone()
 
     def close(self):
         self("close")
+        self._gone()
+
+    def _gone(self):
+        """Its end; the kernel has let go of its locks by then."""
+        assert select.select([self.pidfd], [], [], 60)[0], "it does not end"
+        os.close(self.pidfd)
         self.pipe.close()
 
 
@@ -363,6 +368,7 @@ def live(path, role, *args):
 def nursery():
     """Forks a role for every line "path role address ...": a fork is fifty times cheaper than an interpreter."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    logging.disable(logging.WARNING)
     tree()
     for line in sys.stdin:
         if os.fork() == 0:
