@@ -46,7 +46,11 @@ def extension(name: str, pyx: str, sources: list[str]) -> Extension:
     )
 
 
-ARENA = [str(path) for path in sorted(Path("csrc").glob("arena_*.c"))] + ["csrc/copy.c", "csrc/crc32c.c"]
+ARENA = [str(path) for path in sorted(Path("csrc").glob("arena_*.c"))] + [
+    "csrc/avx512.c",
+    "csrc/copy.c",
+    "csrc/crc32c.c",
+]
 if CRASH_POINTS:
     ARENA.append("tests/arena/crash_points.c")
 PAYLOAD = [str(path) for path in sorted(Path("csrc").glob("payload_*.c"))]

@@ -67,7 +67,7 @@ typedef struct {
 
 typedef struct {
     uint64_t blocks, used_bytes, peak_bytes, committed_bytes, capacity_bytes, created, freed, orphaned,
-        spilled, spilled_bytes, waits;
+        orphaned_bytes, spilled, spilled_bytes, waits;
 } srl_stats;
 
 /* What bytes are added up by. A key is text, or 8 bytes: step (-1 none), process (SRL_NONE: an orphan), age. */
@@ -107,6 +107,7 @@ uint64_t srl_now_ns(int clock);
 void srl_event_note(srl_arena *a, unsigned kind, uint32_t slot, uint32_t gen, uint64_t detail);
 unsigned srl_events_since(const srl_arena *a, uint64_t first,
                           srl_event *out); /* out[SRL_EVENTS], oldest first */
+bool srl_event_ending(const srl_arena *a, uint32_t slot, uint32_t gen, srl_event *out);
 
 /* the allocator's lock and the queue for space, arena_lock.c. deadline_ns: CLOCK_MONOTONIC, 0 = do not wait
  */
@@ -151,7 +152,7 @@ int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce);
 int srl_ship(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t readers, int64_t step);
 int srl_done(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t reader);
 int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t len);
-bool srl_retire(srl_arena *a, srl_block *b, uint64_t w);
+bool srl_retire(srl_arena *a, srl_block *b, uint64_t w, unsigned kind);
 void srl_finish(srl_arena *a, srl_block *b);
 void srl_drain(srl_arena *a); /* under the lock: returns every pending block */
 bool srl_done_complete(const srl_block *b);
@@ -172,13 +173,18 @@ int srl_count(const srl_arena *a, srl_stats *out, srl_walk *walk);
 bool srl_look_at(const srl_arena *a, uint64_t slot, srl_block *out);
 int srl_fsck(const srl_arena *a, char *out, unsigned out_len);
 
-/* bytes: copy.c, crc32c.c */
+/* bytes: copy.c, crc32c.c, avx512.c */
 uint64_t srl_plain_tail(uint64_t nbytes); /* room behind a payload without columns */
 uint32_t srl_fill(void *to, const void *from, uint64_t nbytes, bool hot, bool checksum, uint32_t *crc);
 uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes);
 /* Continues crc[0..2] over the n bytes at bytes, bytes + block and bytes + 2 * block. */
 void srl_crc_three(uint32_t *crc, const void *bytes, size_t block, size_t n);
 void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out); /* one crc per block */
+bool srl_wide(void); /* the machine has what the next three need */
+void srl_wide_stream(void *to, const void *from, size_t nbytes); /* around the caches; to: aligned to 64 */
+uint32_t srl_wide_crc(uint32_t crc, const void *bytes, size_t nbytes);
+/* Copies -> crc32c; streaming: around the caches, to aligned to 64 then. */
+uint32_t srl_wide_copy(void *to, const void *from, size_t nbytes, bool streaming);
 
 /* Where the tail of a payload begins. */
 static inline uint64_t srl_tail_at(uint64_t nbytes) {

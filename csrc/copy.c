@@ -71,8 +71,22 @@ static void copy_three(char *to, const char *from, copy_fn copy, uint32_t *crcs)
     }
 }
 
-/* crcs: one per checksum block, or NULL. */
-static void copy_blocks(char *to, const char *from, size_t nbytes, copy_fn copy, uint32_t *crcs) {
+/* One pass, one stream: it keeps up with memory. */
+static void copy_wide(char *to, const char *from, size_t nbytes, bool streaming, uint32_t *crcs) {
+    if (!crcs)
+        srl_wide_stream(to, from, nbytes);
+    for (size_t at = 0; crcs && at < nbytes; at += SRL_PAGE)
+        *crcs++ =
+            srl_wide_copy(to + at, from + at, nbytes - at < SRL_PAGE ? nbytes - at : SRL_PAGE, streaming);
+}
+
+/* What is streamed or has checksum blocks. crcs: one per checksum block, or NULL. */
+static void copy_blocks(char *to, const char *from, size_t nbytes, bool streaming, uint32_t *crcs) {
+    if (srl_wide() && !(streaming && (size_t)to % 64)) {
+        copy_wide(to, from, nbytes, streaming, crcs);
+        return;
+    }
+    copy_fn copy = streaming ? copy_streaming : copy_plain;
     size_t at = 0;
     for (; nbytes - at >= 3 * SRL_PAGE; at += 3 * SRL_PAGE)
         copy_three(to + at, from + at, copy, crcs ? crcs + at / SRL_PAGE : NULL);
@@ -96,11 +110,10 @@ uint64_t srl_plain_tail(uint64_t nbytes) {
  */
 uint32_t srl_fill(void *to, const void *from, uint64_t nbytes, bool hot, bool checksum, uint32_t *crc) {
     bool streaming = from && streams(nbytes, hot), blocks = checksum && nbytes > SRL_PAGE;
-    copy_fn copy = streaming ? copy_streaming : copy_plain;
     char *tail = (char *)to + srl_tail_at(nbytes);
     uint32_t *crcs = (uint32_t *)(tail + SRL_TAIL_HEADER);
     if (from && (streaming || blocks))
-        copy_blocks(to, from, nbytes, copy, blocks ? crcs : NULL);
+        copy_blocks(to, from, nbytes, streaming, blocks ? crcs : NULL);
     else if (from)
         memcpy(to, from, nbytes);
     else if (blocks)

@@ -2,13 +2,15 @@
  * "123456789": 0xe3069283.
  *
  * Blocks are independent, so three of them go through the unit side by side: its latency is three times its
- * throughput, and no combining step is needed. SRL_PORTABLE leaves the unit out.
+ * throughput, and no combining step is needed. Machines with AVX-512 fold instead (avx512.c). SRL_PORTABLE leaves
+ * the unit out.
  */
 #include "arena_core.h"
 #include <string.h>
 
-#define LINE  64
-#define AHEAD 512 /* bytes of each block that are fetched ahead of the unit */
+#define LINE      64
+#define AHEAD     512  /* bytes of each block that are fetched ahead of the unit */
+#define WIDE_FROM 512u /* bytes for which registers of 64 are worth their start */
 
 #if defined(SRL_PORTABLE)
 #elif defined(__x86_64__)
@@ -84,6 +86,8 @@ HARDWARE static void three_hardware(uint32_t *crc, const uint8_t *p, size_t bloc
 #endif
 
 uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes) {
+    if (nbytes >= WIDE_FROM && srl_wide())
+        return srl_wide_crc(crc, bytes, nbytes);
 #ifdef HARDWARE
     if (have_hardware())
         return ~crc_hardware(~crc, bytes, nbytes);
@@ -105,7 +109,8 @@ void srl_crc_three(uint32_t *crc, const void *bytes, size_t block, size_t n) {
 
 void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out) {
     const char *p = bytes;
-    for (; nbytes >= 3 * block; nbytes -= 3 * block, p += 3 * block, out += 3) {
+    bool three = !srl_wide();
+    for (; three && nbytes >= 3 * block; nbytes -= 3 * block, p += 3 * block, out += 3) {
         out[0] = out[1] = out[2] = 0;
         srl_crc_three(out, p, block, block);
     }

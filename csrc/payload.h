@@ -57,6 +57,8 @@ int srl_check_kept(const int32_t *kept, const int32_t *counts, const int32_t *sa
  * character, -ENOSPC if out is too small. */
 int64_t srl_base64_decode(const char *text, int64_t length, uint8_t *out, int64_t capacity, int64_t *where);
 
+int srl_sextet(uint8_t c); /* 0..63, or -1 for what is not of base64 */
+
 /* Decodes from the front while all is well -> characters decoded, a multiple of 4. out has length / 4 * 3. */
 int64_t srl_decode_front(const char *text, int64_t length, uint8_t *out);
 

@@ -112,8 +112,7 @@ int srl_check_kept(const int32_t *kept, const int32_t *counts, const int32_t *sa
     return 0;
 }
 
-/* 0..63, or -1: the sign bit survives or-ing four of them together. */
-static inline int sextet(unsigned char c) {
+int srl_sextet(uint8_t c) {
     if (c >= 'A' && c <= 'Z')
         return c - 'A';
     if (c >= 'a' && c <= 'z')
@@ -124,7 +123,7 @@ static inline int sextet(unsigned char c) {
 }
 
 static int64_t first_bad(const char *text, int64_t from, int64_t length) {
-    while (from < length && sextet((unsigned char)text[from]) >= 0)
+    while (from < length && srl_sextet((uint8_t)text[from]) >= 0)
         from++;
     return from;
 }
@@ -132,7 +131,7 @@ static int64_t first_bad(const char *text, int64_t from, int64_t length) {
 int64_t srl_base64_decode(const char *text, int64_t length, uint8_t *out, int64_t capacity, int64_t *where) {
     int8_t table[256];
     for (int c = 0; c < 256; c++)
-        table[c] = (int8_t)sextet((unsigned char)c);
+        table[c] = (int8_t)srl_sextet((uint8_t)c);
     *where = length;
     if (length % 4 != 0)
         return -EINVAL;
@@ -147,7 +146,7 @@ int64_t srl_base64_decode(const char *text, int64_t length, uint8_t *out, int64_
     for (int64_t i = front; i < whole; i += 4, out += 3) {
         int a = table[(uint8_t)text[i]], b = table[(uint8_t)text[i + 1]];
         int c = table[(uint8_t)text[i + 2]], d = table[(uint8_t)text[i + 3]];
-        if ((a | b | c | d) < 0) {
+        if ((a | b | c | d) < 0) { /* one of them is -1 */
             *where = first_bad(text, i, length);
             return -EINVAL;
         }

@@ -421,6 +421,59 @@ class Doctor:
         return _show(doctor.doctor(), doctor.render, self.json)
 
 
+# ------------------------------------------------------------------------------------------------------------- replay
+
+
+@dataclass
+class ReplayExport:
+    """Write a step of a run on this host, live or dead, to a file that assembles to the same bytes anywhere."""
+
+    step: Positional[int]
+    run: Annotated[Positional[Path | None], arg(metavar="[DIR]", help_behavior_hint="")] = None
+    """The run's output directory; may be left out where only one run has the step."""
+    out: Annotated[Path | None, arg(aliases=["-o"])] = None
+    """The file; step_<STEP>.shmrl without it."""
+    micro_batch: str | None = None
+    """rank:number, to write that micro batch alone."""
+    json: Switch = False
+    """Print JSON."""
+
+    def __call__(self, _: Flags) -> int:
+        from shmrl.orchestrator import replay
+
+        return _show(replay.export(self.step, self.run, self.out, self.micro_batch), replay.exported, self.json)
+
+
+@dataclass
+class ReplayShow:
+    """What is in a step's file."""
+
+    file: Positional[Path]
+    json: Switch = False
+    """Print JSON."""
+
+    def __call__(self, _: Flags) -> int:
+        from shmrl.payload import replay
+
+        return _show(replay.show(self.file), replay.shown, self.json)
+
+
+@dataclass
+class ReplayAssemble:
+    """Assemble a step's file as the ranks did: the SHA-256 of every array, and of all of them."""
+
+    file: Positional[Path]
+    npz: Path | None = None
+    """Write the arrays into this file, too."""
+    json: Switch = False
+    """Print JSON."""
+
+    def __call__(self, _: Flags) -> int:
+        from shmrl.payload import replay
+
+        return _show(replay.assembled(self.file, self.npz), replay.assembled_lines, self.json)
+
+
 def _show(value: Any, render: Callable[[Any], str], as_json: bool) -> int:
     return _print([json.dumps(value, indent=2, default=str) if as_json else render(value)])
 
@@ -450,6 +503,12 @@ _ArenaCommand = (
     | Annotated[ArenaGc, subcommand("gc")]
 )
 
+_ReplayCommand = (
+    Annotated[ReplayExport, subcommand("export")]
+    | Annotated[ReplayShow, subcommand("show")]
+    | Annotated[ReplayAssemble, subcommand("assemble")]
+)
+
 _Command = (
     Annotated[Run, subcommand("run")]
     | Annotated[Node, subcommand("node")]
@@ -458,5 +517,6 @@ _Command = (
     | Annotated[Inference, subcommand("inference")]
     | Annotated[EnvServer, subcommand("env-server")]
     | Annotated[_ArenaCommand, subcommand("arena", description="Look into shared memory, without stopping anyone.")]
+    | Annotated[_ReplayCommand, subcommand("replay", description="A step of a run in a file, and what is in it.")]
     | Annotated[Doctor, subcommand("doctor")]
 )

@@ -72,9 +72,10 @@ class PeerDied(ArenaError):
 class PeerStalled(ArenaError):
     """A live process held the allocator's lock past the deadline (stopped, or starved)."""
 
-    def __init__(self, name: str, pid: int, held_s: float) -> None:
-        self.name, self.pid, self.held_s = name, pid, held_s
-        super().__init__(f"{name} (pid {pid}) has held the arena's lock for {held_s:.1f} s and is alive")
+    def __init__(self, name: str, pid: int, held_s: float, stopped: bool = False) -> None:
+        self.name, self.pid, self.held_s, self.stopped = name, pid, held_s, stopped
+        state = f"stopped (kill -CONT {pid})" if stopped else "alive"
+        super().__init__(f"{name} (pid {pid}) has held the arena's lock for {held_s:.1f} s and is {state}")
 
 
 class TooManyProcesses(ArenaError):

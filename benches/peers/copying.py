@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import multiprocessing
 import statistics
 import time
@@ -13,15 +14,18 @@ import numpy as np
 
 from benches.peers.arena import TAG
 from benches.peers.interface import Blob
-from benches.peers.roles import SOURCES, sources
+from benches.peers.roles import sources
 from shmrl import Arena, Handle
 
 RING = 41  # blocks alive, so that no destination is in the caches
 
 
 def copies(size: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of each put, by way, interleaved step by step; all write the same blocks in turn."""
-    blobs = sources(size)
+    """Seconds of each put, by way, interleaved step by step; all write the same blocks in turn.
+
+    Each takes the next source: one that the way before it has read would still be in the caches.
+    """
+    blobs = itertools.cycle(sources(size))
     with Arena.create(2 * RING * size) as arena:
         ways: dict[str, Callable[[Blob], Handle]] = {
             "memcpy": lambda blob: _memcpy(arena, blob),
@@ -29,13 +33,14 @@ def copies(size: int, steps: int) -> dict[str, list[float]]:
             "put, checksums": lambda blob: arena.put(blob, tag=TAG),
             "put, hot": lambda blob: arena.put(blob, tag=TAG, checksum=False, hot=True),
         }
-        ring = [arena.put(blobs[0], tag=TAG) for _ in range(RING)]
+        ring = [arena.put(next(blobs), tag=TAG) for _ in range(RING)]
         times: dict[str, list[float]] = {name: [] for name in ways}
         for step in range(-RING, steps):  # the first steps warm every block
             for name, way in ways.items():
                 arena.free([ring.pop(0)])
+                blob = next(blobs)
                 began = time.perf_counter()
-                ring.append(way(blobs[step % SOURCES]))
+                ring.append(way(blob))
                 if step >= 0:
                     times[name].append(time.perf_counter() - began)
         arena.free(ring)

@@ -6,7 +6,16 @@ not here is an error; a key that is here does something.
 
 from shmrl.config.load import dump_toml, env_server_from, load_env_server, load_run, read_layers
 from shmrl.config.tables import ArenaConfig, Loss, ModelConfig, TinyModel
-from shmrl.config.tree import EnvServerConfig, EvalSource, RunTree, Sampling, ServeConfig, TrainSource
+from shmrl.config.tree import (
+    EnvServerConfig,
+    EvalSource,
+    RunTree,
+    Sampling,
+    ServeConfig,
+    TrainSource,
+    socket_dir,
+    socket_root,
+)
 from shmrl.units import parse_bytes
 
 __all__ = [
@@ -26,4 +35,6 @@ __all__ = [
     "load_run",
     "parse_bytes",
     "read_layers",
+    "socket_dir",
+    "socket_root",
 ]

@@ -31,11 +31,11 @@ def latest_checkpoint(output_dir: Path) -> int | None:
     return max(steps, default=None)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Put a whole file in place; a reader sees the old text or the new one."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Put a whole file in place; a reader sees the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     temporary.replace(path)
 
 

@@ -109,7 +109,8 @@ class ArenaConfig(Table):
     "spill" puts what finds no room within timeout_s into files under spill_dir, a directory of a local disk. timeout_s
     is 60, or 0.5 with "spill": a file costs less than a long wait, and groups are held back while room is to come.
     shares: what sources can count on, fractions of the capacity (0.5) or sizes ("2GiB"); beyond it they borrow what
-    is idle.
+    is idle. retain_steps: how many of the last steps keep their blocks after their use, for `shmrl replay export` and
+    for ranks that go back to a checkpoint.
     """
 
     address: str | None = None
@@ -124,7 +125,8 @@ class ArenaConfig(Table):
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     verify: bool = False
     preallocate: bool = False
-    orphan_ttl_s: Annotated[float, Field(gt=0)] = 600.0
+    orphan_ttl_s: Annotated[float, Field(gt=0, le=1 << 31)] = 600.0
+    retain_steps: Count = 0
     shares: dict[str, float | int | str] = {}
 
     @model_validator(mode="before")

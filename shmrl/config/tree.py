@@ -188,6 +188,16 @@ class Orchestrator(Table):
         return self
 
 
+def socket_root() -> Path:
+    """Where the node-local directories of this uid's runs are."""
+    return Path(tempfile.gettempdir()) / f"shmrl-{os.getuid()}"
+
+
+def socket_dir(output_dir: Path) -> Path:
+    """The one of the run that writes to `output_dir`."""
+    return socket_root() / hashlib.blake2s(str(output_dir.resolve()).encode(), digest_size=6).hexdigest()
+
+
 class RunTree(Table):
     """The whole run. Resolved copies of it lie under `<output_dir>/configs/`."""
 
@@ -231,9 +241,8 @@ class RunTree(Table):
 
     @property
     def socket_dir(self) -> Path:
-        """Short node-local directory for this run's ipc sockets and token, one per uid and output directory."""
-        key = hashlib.blake2s(str(self.run.output_dir.resolve()).encode(), digest_size=6).hexdigest()
-        return Path(tempfile.gettempdir()) / f"shmrl-{os.getuid()}" / key
+        """Short node-local directory for this run's ipc sockets, token and shipped steps."""
+        return socket_dir(self.run.output_dir)
 
     @property
     def trainer_address(self) -> str:

@@ -28,11 +28,12 @@ class Budget:
 
     Attributes:
         per_token: bytes of one token by column; an upper bound (sampling masks count their top_k).
-        in_flight: episodes x tokens that can be open at once.
+        in_flight: episodes x tokens that can be open at once. retained: steps x tokens that are kept after their use.
     """
 
     per_token: dict[str, float]
     in_flight: tuple[int, int]
+    retained: tuple[int, int]
     capacity: int
     free: int
 
@@ -42,8 +43,8 @@ class Budget:
 
     @property
     def needed(self) -> int:
-        episodes, tokens = self.in_flight
-        return int(episodes * tokens * self.bytes_per_token)
+        (episodes, longest), (steps, tokens) = self.in_flight, self.retained
+        return int((episodes * longest + steps * tokens) * self.bytes_per_token)
 
 
 def check(tree: RunTree) -> Budget:
@@ -114,8 +115,11 @@ def _engine(tree: RunTree) -> list[str]:
 
 def arena_budget(tree: RunTree, shape: ModelShape) -> Budget:
     """What one token takes in the arena, and how many can be there."""
-    in_flight = (tree.orchestrator.inflight, longest_episode(tree))
-    return Budget(bytes_per_token(tree, shape), in_flight, capacity_bytes(tree.arena), available_memory(tree.arena))
+    config, longest = tree.orchestrator, longest_episode(tree)
+    step = config.token_batch_size or (config.batch_size or 0) * longest
+    open_at_once, retained = (config.inflight, longest), (tree.arena.retain_steps, step)
+    sizes = capacity_bytes(tree.arena), available_memory(tree.arena)
+    return Budget(bytes_per_token(tree, shape), open_at_once, retained, *sizes)
 
 
 def _memory(tree: RunTree, budget: Budget) -> list[str]:
@@ -133,12 +137,14 @@ def _memory(tree: RunTree, budget: Budget) -> list[str]:
         problems.append(f"arena.spill_dir = {str(config.spill_dir)!r} is missing or cannot be written to")
     disk = _spill_bytes(config)
     if budget.needed > budget.capacity + disk:
-        episodes, tokens = budget.in_flight
+        (episodes, longest), (steps, tokens) = budget.in_flight, budget.retained
+        retained = f" and retain_steps {steps} x {tokens:,} tokens," if steps else ""
         spill = f", arena.spill_dir has {size(disk)} free" if config.spill_dir else ""
         problems.append(
-            f"the arena is too small: max_inflight {episodes:,} x {tokens:,} tokens x {budget.bytes_per_token:,.1f} B "
-            f"= {size(budget.needed)}, arena.capacity is {size(budget.capacity)} ({_default(tree)}){spill}: raise it, "
-            "or lower orchestrator.max_inflight, orchestrator.seq_len or trainer.head"
+            f"the arena is too small: max_inflight {episodes:,} x {longest:,} tokens{retained} x "
+            f"{budget.bytes_per_token:,.1f} B = {size(budget.needed)}, arena.capacity is {size(budget.capacity)} "
+            f"({_default(tree)}){spill}: raise it, or lower orchestrator.max_inflight, orchestrator.seq_len"
+            f"{', arena.retain_steps' if steps else ''} or trainer.head"
             + ("" if spill else ", or let what does not fit go to a disk: arena.on_full = 'spill' with arena.spill_dir")
         )
     return problems + _weights(tree, budget)

@@ -178,8 +178,9 @@ def dry_run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
 
 
 def _budget_line(budget: Budget) -> str:
-    episodes, tokens = budget.in_flight
+    (episodes, longest), (steps, tokens) = budget.in_flight, budget.retained
+    retained = f" and {steps:,} steps x {tokens:,} tokens retained," if steps else ""
     return (
         f"arena: {size(budget.capacity)} of {size(budget.free)} available; at most {size(budget.needed)} in "
-        f"flight ({episodes:,} episodes x {tokens:,} tokens x {budget.bytes_per_token:,.1f} B)"
+        f"flight ({episodes:,} episodes x {longest:,} tokens{retained} x {budget.bytes_per_token:,.1f} B)"
     )

@@ -20,7 +20,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,7 @@ class Dispatcher:
         self.groups = 0  # groups started since step 1, over all attempts
         self.failure: BaseException | None = None
         self.steps_out = 0  # steps that were cut and are not done: their blocks will come back
+        self.retained: Iterable[int] = ()  # steps whose blocks are kept on purpose, whoever waits
         self._tree, self._sources, self._episodes, self._sink = tree, list(sources), episodes, sink
         self._attempt, self._on_group = attempt, on_group
         self._arena, self._admission = arena, admission
@@ -227,8 +228,10 @@ class Dispatcher:
             self._requeue(running)
 
     def _others_read(self) -> bool:
-        """Whether a step's blocks are still there (a rank that lags behind): they will come back without our doing."""
-        return any(step for step in self._arena.stats(by="step")["by"])
+        """Whether a step's blocks are still there though nobody retains them (a rank that lags behind): they will come
+        back without our doing."""
+        retained = {str(step) for step in self.retained}
+        return any(step and step not in retained for step in self._arena.stats(by="step")["by"])
 
     def _requeue(self, running: Running) -> None:
         """Give a group up for now. It gets another id, because its blocks may still be on their way out."""
@@ -253,8 +256,9 @@ class Dispatcher:
             f"{group.size} episodes take about {human(group.size * episode)}, {human(room.used)} of "
             f"{human(room.capacity)} are used, {sink.waiting_groups} finished groups wait for the rest of their batch "
             f"(about {human(batch)} in all), and no step is being trained that would give any back. Set arena.capacity "
-            f"to {human(int(need / HIGH))} or more, or lower orchestrator.batch_size, orchestrator.group_size or "
-            "orchestrator.seq_len, or let what does not fit go to a disk: arena.on_full = 'spill' with arena.spill_dir"
+            f"to {human(int(need / HIGH))} or more, or lower orchestrator.batch_size, orchestrator.group_size"
+            f"{', arena.retain_steps' if self._tree.arena.retain_steps else ''} or orchestrator.seq_len, or let what "
+            "does not fit go to a disk: arena.on_full = 'spill' with arena.spill_dir"
         )
 
     # --- running -------------------------------------------------------------------------------------------------

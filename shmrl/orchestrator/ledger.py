@@ -2,11 +2,13 @@
 
 Lives in the orchestrator's process; the only code there that adopts, ships, frees or finishes blocks. A block enters
 when its episode's reply arrives (`adopt`) and leaves on exactly one way: `release` (filtered, stale, pruned, evaluated,
-returned too late, shutdown) or `report` (the step that used it is durable). A block that several samples share - a
-common prefix - is counted: it is shipped in every step that uses it and leaves with its last sample.
+returned too late, shutdown) or `let_go` (the step that used it is durable, and not retained any more). A block that
+several samples share - a common prefix - is counted: it is shipped in every step that uses it and leaves with its last
+sample.
 
 Readers of a shipped block are the ranks whose micro batches contain it plus the ledger itself, whose reader index is
-the number of ranks: nothing retires before the step's effects are published.
+the number of ranks: nothing retires before the step's effects are published, and a rank that is restarted until then
+reads the same bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shmrl.errors import AlreadyFreed, ArenaError, LostPayload, StaleHandle
@@ -26,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Hold:
-    """One block: whose it is, how many samples still wait for it, and the step it is shipped in (None: not shipped).
+    """One block: whose it is, how many samples still wait for it, and the shipped steps that need it.
 
-    Example: Hold(tag="run/reverse-text/g17/3", samples=2, step=None)
+    Example: Hold(tag="run/reverse-text/g17/3", samples=2, steps={4})
     """
 
     tag: str
     samples: int = 0
-    step: int | None = None
+    steps: set[int] = field(default_factory=set)
 
 
 class Ledger:
@@ -86,7 +88,7 @@ class Ledger:
             for handle in sample.handles:
                 hold = self._holds[handle]
                 hold.samples -= 1
-                if not hold.samples and hold.step is None:
+                if not hold.samples and not hold.steps:
                     del self._holds[handle]
                     unused.append(handle)
         self._free(unused)
@@ -114,7 +116,7 @@ class Ledger:
                         self._holds[handle].samples -= 1
         by_count: dict[int, list[Handle]] = defaultdict(list)
         for handle, count in lists.items():
-            self._holds[handle].step = step
+            self._holds[handle].steps.add(step)
             by_count[count].append(handle)
         for count, handles in by_count.items():
             self._arm(handles, count * readers + 1, step)
@@ -128,15 +130,14 @@ class Ledger:
                 with contextlib.suppress(StaleHandle):
                     self._arena.ship([handle], readers=readers, step=step)
 
-    def report(self, step: int) -> None:
-        """The step is durable: be its last reader. Blocks that later samples share stay held, unshipped."""
+    def let_go(self, step: int) -> None:
+        """Nobody reads the step again: be its last reader. Blocks that later samples or steps share stay held."""
         finished = []
         for handle, hold in list(self._holds.items()):
-            if hold.step != step:
+            if step not in hold.steps:
                 continue
-            if hold.samples:
-                hold.step = None
-            else:
+            hold.steps.remove(step)
+            if not hold.samples and not hold.steps:
                 finished.append(handle)
                 del self._holds[handle]
         if finished:

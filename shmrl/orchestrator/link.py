@@ -139,19 +139,17 @@ class TrainerLink:
 
     # --- out -----------------------------------------------------------------------------------------------------
 
-    async def send(self, rank: int, message: dict[str, Any]) -> int:
-        """Send one message to one rank; its size in bytes. RunError if the rank's connection is gone."""
-        raw = wire.pack(message)
+    async def send(self, rank: int, raw: bytes) -> None:
+        """Send one packed message to one rank. RunError if the rank's connection is gone."""
         try:
             await self._socket.send_multipart([self._peers[rank], raw])
         except zmq.ZMQError as error:
             raise RunError(f"trainer rank {rank} cannot be reached: {error}") from None
-        return len(raw)
 
     async def broadcast(self, message: dict[str, Any]) -> None:
         """Send one message to every rank that said hello."""
         for rank in sorted(self._peers):
-            await self.send(rank, message)
+            await self.send(rank, wire.pack(message))
 
     async def close(self) -> None:
         """Deliver what was sent (5 s at most) and let the address go."""

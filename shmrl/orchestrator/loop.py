@@ -23,6 +23,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from shmrl import wire
 from shmrl.arena import Arena, render
 from shmrl.config import RunTree
 from shmrl.config.budget import bytes_per_token, longest_episode
@@ -39,6 +40,7 @@ from shmrl.orchestrator.ledger import Ledger
 from shmrl.orchestrator.link import TrainerLink
 from shmrl.orchestrator.policy import Policy
 from shmrl.orchestrator.report import StepReport
+from shmrl.orchestrator.shipped import ShippedStep, ShippedSteps
 from shmrl.orchestrator.sinks import Batch, EvalSink, TrainSink
 from shmrl.orchestrator.sources import Source
 from shmrl.orchestrator.warmup import WarmUp
@@ -98,6 +100,7 @@ class Orchestrator:
         config = tree.orchestrator
         self.arena = Arena.attach(require_arena(tree.arena))
         self.ledger = Ledger(self.arena, tree.trainer.ranks)
+        self.shipped = ShippedSteps(tree.socket_dir / "steps")
         token = read_token(tree.arena)
         nominal = config.batch_size or config.inflight
         self.episodes = Episodes(self.ledger, tree.run.name, config.inflight, FAILED_BATCHES * nominal)
@@ -107,6 +110,7 @@ class Orchestrator:
         self.dispatcher = Dispatcher(
             tree, train, self.episodes, self.sink, self.attempt, self._wake.set, self.arena, _admission(tree)
         )
+        self.dispatcher.retained = self.shipped
         self.evals = [EvalSink(s, self.ledger, self.episodes, self.attempt) for s in self.sources if s.split == "eval"]
         self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
         self.policy = Policy(self.engine, tree)
@@ -132,6 +136,7 @@ class Orchestrator:
         await self._steps(step)
         await self._stop_episodes()
         await self.link.broadcast({"kind": "finish"})
+        self._let_go(self.tree.run.max_steps)
         self.drained = True
 
     async def _connect(self) -> int:
@@ -223,37 +228,55 @@ class Orchestrator:
 
     async def _train(self, batch: Batch, collect_s: float) -> None:
         """Ship one step, serve what it publishes, and account for it once it is durable."""
-        step, due = batch.step, self._eval_due(batch.step)
+        step, tree = batch.step, self.tree
         self.sink.shipped(batch)
-        self.report.begin(batch, collect_s)
-        message = {"run_id": self.tree.run.name, "state": self.dispatcher.state()}
         await self.policy.leave_accelerator()
-        sent = await self.ship("step", step, batch.samples, message)
+        extra = {"run_id": tree.run.name, "state": self.dispatcher.state()}
+        messages = self._armed("step", step, batch.samples, extra)
+        record = self.report.begin(batch, collect_s, sum(map(len, messages)))
+        where = str(tree.run.output_dir), str(tree.arena.address)
+        self.shipped.add(ShippedStep(step, tree.run.name, *where, record, tuple(messages)))
+        await self._send(messages)
+        await self._complete(step)
+
+    async def _complete(self, step: int) -> None:
+        """Serve what a shipped step publishes, and write its line once it is durable."""
+        due = self._eval_due(step)
         path = await self.link.published(step)
         if due:
             self.dispatcher.pause()
         await self._serve(path, step)
         metrics = await self.link.report(step, "train")
-        self.ledger.report(step)
+        self._let_go(step - self.tree.arena.retain_steps)
         self.dispatcher.steps_out -= 1
         self.dispatcher.wake()
         if due and not self._draining:
             metrics |= await self._evaluate(step)
             self.dispatcher.resume()
-        await self.report.end(batch, metrics, sent)
+        await self.report.end(metrics)
 
-    async def ship(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> int:
-        """Pack, arm the done sets, send every rank its references; bytes sent."""
+    def _let_go(self, newest: int) -> None:
+        """Steps up to this one are not read again."""
+        for step in self.shipped:
+            if step <= newest:
+                self.ledger.let_go(step)
+                self.shipped.let_go(step)
+
+    async def ship(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> None:
+        """Pack, arm the done sets, send every rank its references."""
+        await self._send(self._armed(kind, step, samples, extra))
+
+    def _armed(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> list[bytes]:
+        """The message of each rank, for blocks that are armed for their readers."""
         groups, size = self._packed(samples), self.tree.trainer.context_parallel
         ranks = [micros for micros in groups for _ in range(size)]  # neighbours share their sequences
         self.ledger.ship(groups, step, readers=size)
         common = {"kind": kind, "step": step, "loss_tokens": sum(sample.S for sample in samples), **extra}
-        return sum(
-            [
-                await self.link.send(rank, {**common, "micro_batches": micro_batches_to_wire(micros)})
-                for rank, micros in enumerate(ranks)
-            ]
-        )
+        return [wire.pack({**common, "micro_batches": micro_batches_to_wire(micros)}) for micros in ranks]
+
+    async def _send(self, messages: Sequence[bytes]) -> None:
+        for rank, raw in enumerate(messages):
+            await self.link.send(rank, raw)
 
     def _packed(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         return pack(
@@ -318,6 +341,7 @@ class Orchestrator:
         """Release everything on every way out; after a clean end, nothing may be left. RunError lists what is."""
         await self._stop_episodes()
         held = self.ledger.close()
+        self.shipped.clear()
         await self.link.close()
         await asyncio.gather(*[source.client.close() for source in self.sources], self.engine.aclose())
         left = await self._left_in_arena() if self.drained else []

@@ -45,21 +45,27 @@ class StepReport:
         self._last = time.monotonic()
         self._file = MetricsFile(self._tree.run.output_dir / "metrics.jsonl", completed)
 
-    def begin(self, batch: Batch, collect_s: float) -> None:
-        """Before the step is shipped: what the batch alone says, and a few rollouts with their text."""
+    def begin(self, batch: Batch, collect_s: float, sent_bytes: int) -> dict[str, Any]:
+        """Before the step is sent: what is known of it now, and a few rollouts with their text."""
         stats = self._arena.stats()  # what is in files: now, for the step's blocks are gone at its end
-        spilled = {f"arena/{name}": stats[name] for name in SPILL_METRICS}
-        self._record = {"step": batch.step, "time/collect": collect_s, **batch_metrics(batch), **spilled}
+        self._record = {
+            "step": batch.step,
+            "time/collect": collect_s,
+            "orchestrator/bytes_per_sample": bytes_per_sample(batch, sent_bytes),
+            **batch_metrics(batch),
+            **{f"arena/{name}": stats[name] for name in SPILL_METRICS},
+        }
         tree = self._tree
         if tree.monitor.rollouts:
             chosen = spread(batch.kept, tree.monitor.rollouts)
             rows = [(item.source, item.result, item.advantage, item.samples[0]) for item in chosen]
             write_rollouts(tree.run.output_dir / "rollouts", batch.step, self._arena, rows)
+        return self._record
 
-    async def end(self, batch: Batch, trainer: Mapping[str, float], sent_bytes: int) -> None:
+    async def end(self, trainer: Mapping[str, float]) -> None:
         """After the step is durable: add the trainer's share and the state of arena, processes and episodes; write."""
         record = {**self._record, **trainer, "time/step": time.monotonic() - self._last}
-        record |= self._outcomes() | self._room() | self._process(batch, sent_bytes)
+        record |= self._outcomes() | self._room() | self._process()
         self.write(record | await self._servers())
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -96,17 +102,13 @@ class StepReport:
         found: dict[str, float] = {f"arena/{name}": stats[name] for name in ARENA_METRICS}
         return found | {"arena/used_fraction": stats["used_bytes"] / stats["capacity_bytes"]}
 
-    def _process(self, batch: Batch, sent_bytes: int) -> dict[str, float]:
-        """Memory, loop lag, and bytes per sample on the sockets: its reply plus its share of the step's messages."""
-        replies = [episode.result for episode in batch.episodes if episode.result.samples]
-        received = sum(reply.wire_bytes for reply in replies) / sum(len(reply.samples) for reply in replies)
-        sent = sent_bytes / len(batch.samples)
+    def _process(self) -> dict[str, float]:
+        """Memory and loop lag."""
         resident, anonymous = rss_bytes()
         return {
             "orchestrator/rss_bytes": resident,
             "orchestrator/rss_anon_bytes": anonymous,
             "orchestrator/loop_lag_p99_ms": self._lag.take_p99_ms(),
-            "orchestrator/bytes_per_sample": received + sent,
         }
 
     async def _servers(self) -> dict[str, float]:
@@ -135,6 +137,13 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "off_policy/mean": mean(lags),
         "off_policy/max": max(lags),
     }
+
+
+def bytes_per_sample(batch: Batch, sent_bytes: int) -> float:
+    """On the sockets: its reply plus its share of the step's messages."""
+    replies = [episode.result for episode in batch.episodes if episode.result.samples]
+    received = sum(reply.wire_bytes for reply in replies) / sum(len(reply.samples) for reply in replies)
+    return received + sent_bytes / len(batch.samples)
 
 
 def mean(values: Sequence[float]) -> float:

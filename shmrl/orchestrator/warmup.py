@@ -59,5 +59,5 @@ class WarmUp:
         run = self._run
         await run.ship("warmup", step, samples, {})
         metrics = await run.link.report(step, "warmup")
-        run.ledger.report(step)
+        run.ledger.let_go(step)
         run.report.warmed_up(step, metrics)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,10 @@ from numpy.typing import NDArray
 from shmrl.errors import PayloadError
 from shmrl.payload import _payload
 from shmrl.payload.batch import Staging, TensorBatch
-from shmrl.payload.header import Column, Header, name_of, open_block
+from shmrl.payload.header import Blocks, Column, Header, name_of, open_block
 from shmrl.payload.plan import Piece, Plan, TokenRange, make_plan, runs
 from shmrl.payload.registry import Field, members
 from shmrl.types import Handle, MicroBatch
-
-if TYPE_CHECKING:
-    from shmrl.arena import Arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class _Span:
 
 
 def assemble(
-    arena: Arena,
+    arena: Blocks,
     micro_batch: MicroBatch,
     out: TensorBatch | None = None,
     tokens: Sequence[TokenRange] | None = None,
@@ -51,6 +48,7 @@ def assemble(
     """The arrays of one micro batch, in packing order, then padding.
 
     Args:
+        arena: where the blocks are, or the file that `shmrl replay export` made of a step (`StepFile`).
         out: a batch of an earlier call; its buffers are reused where they are large enough, its arrays overwritten.
         tokens: (sequence, start, stop) ranges, in order: a context-parallel rank's share (`zigzag`). Padding is then
             only what ranges of sequence len(samples) ask for. Only these rows are read.
@@ -85,7 +83,7 @@ def assemble(
         return batch
 
 
-def _verify(arena: Arena, read: list[tuple[int, str, int, int]], handles: tuple[Handle, ...]) -> None:
+def _verify(arena: Blocks, read: list[tuple[int, str, int, int]], handles: tuple[Handle, ...]) -> None:
     """Checks the row blocks that were read, and only those: damage behind a cut does not matter."""
     for block, name, first, last in read:
         if first < last:

@@ -107,6 +107,16 @@ class TensorBatch(NamedFields):
     head_has_sampled: bool
     staging: Staging
 
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Every array by name, in one order: tokens, ..., each field, its "/counts" if it is ragged, its "/covered"."""
+        found: dict[str, NDArray[Any]] = {
+            name: getattr(self, name) for name in ("tokens", "positions", "loss_mask", "logprobs", "seq_lens")
+        }
+        for name, value in self.fields.items():
+            found |= {name: value[0], f"{name}/counts": value[1]} if isinstance(value, tuple) else {name: value}
+            found[f"{name}/covered"] = self.covered[name]
+        return found
+
     def head_without_sampled(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """The plain top-k head (ids, logprobs) [N, K], whichever layout is stored."""
         if self.head_ids is None or self.head_logprobs is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgpack
 import numpy as np
@@ -156,7 +156,15 @@ def align(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def open_block(arena: Arena, handle: Handle, whose: str) -> Any:
+class Blocks(Protocol):
+    """Where blocks are read: an arena, or the file of a step."""
+
+    def get(
+        self, handle: Handle, verify: bool = False, field: str | None = None, rows: tuple[int, int] | None = None
+    ) -> Any: ...
+
+
+def open_block(arena: Blocks, handle: Handle, whose: str) -> Any:
     """A view of a block; LostPayload naming it and its owner if it is gone. Release the view when done."""
     try:
         return arena.get(handle)

@@ -3,8 +3,8 @@
 `python -m tests.arena.stores` prints the list. A store is a call of a helper of arena_atomics.h, SRL_SET or
 SRL_ZERO, or SRL_OUTSIDE where a file changes; these have a point on either side when the crash driver is built, which
 `missing()` compares with the points that the driver really has. Anything else that writes through a pointer must be
-memory of the process itself (PRIVATE), or `stray()` names it. copy.c, crc32c.c and payload_*.c write nothing but the
-payload of a block that is being written.
+memory of the process itself (PRIVATE), or `stray()` names it. The other files write nothing but the payload of a block
+that is being written.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Copies and checksums in C, as this machine has them and as one without the instructions would."""
+"""Copies and checksums in C, as this machine has them and as machines with fewer instructions would."""
 
 import subprocess
 from pathlib import Path
@@ -6,10 +6,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [Path(__file__).with_name("copy_driver.c"), ROOT / "csrc" / "copy.c", ROOT / "csrc" / "crc32c.c"]
+SOURCES = [
+    Path(__file__).with_name("copy_driver.c"),
+    *(ROOT / "csrc" / name for name in ("avx512.c", "copy.c", "crc32c.c")),
+]
 
 
-@pytest.mark.parametrize("flags", [["-O3"], ["-O3", "-DSRL_PORTABLE"], ["-O1", "-fsanitize=address,undefined"]])
+@pytest.mark.parametrize(
+    "flags", [["-O3"], ["-O3", "-DSRL_NO_AVX512"], ["-O3", "-DSRL_PORTABLE"], ["-O1", "-fsanitize=address,undefined"]]
+)
 def test_every_alignment_and_way(tmp_path, flags):
     """Bytes, bytes around them, and every checksum, against loops."""
     driver = tmp_path / "driver"

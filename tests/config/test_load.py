@@ -132,6 +132,9 @@ def test_impossible_combinations_fail_while_loading(tmp_path, change, message):
     [
         ("trainer.optimizer.lr", "inf", "Input should be a finite number"),
         ("orchestrator.connect_timeout_s", "nan", "Input should be a finite number"),
+        ("arena.orphan_ttl_s", "inf", "Input should be a finite number"),
+        ("arena.orphan_ttl_s", "nan", "Input should be a finite number"),
+        ("arena.orphan_ttl_s", "2147483649.0", "Input should be less than or equal to 2147483648"),
         ("trainer.optimizer.betas", "[0.9, 1.5]", "Input should be less than 1"),
         ("trainer.device", "tpu", "should match pattern"),
         ("run.seed", "9223372036854775808", "Input should be less than 9223372036854775808"),

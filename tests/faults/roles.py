@@ -40,6 +40,7 @@ SHARED = 6  # positions that the branches of an episode have in common
 PROMPT = 4
 SEQ_LEN = 24
 RANKS = 2
+RETAIN = 1  # steps that are kept after their use
 NEVER = 1 << 30
 
 
@@ -198,8 +199,9 @@ class Orchestrator:
         return [micro_batches_to_wire(micros) for micros in packed]
 
     def durable(self):
+        """The step is; the one before it was kept until now, and this one is from now on."""
         self.out = False
-        self.ledger.report(self.step)
+        self.ledger.let_go(self.step - RETAIN)
         self.dispatcher.serving(self.step)
         self.dispatcher.steps_out -= 1
         self.dispatcher.wake()
@@ -209,6 +211,8 @@ class Orchestrator:
         many episodes had which outcome, or returned late."""
         self.loop.run_until_complete(self._stop())
         _, given_up = self.turn()
+        for step in range(self.step - RETAIN, self.step + 1 - self.out):
+            self.ledger.let_go(step)
         return len(self.ledger.close()), given_up, self.episodes.take_counts() | {"late": self.desk.late}
 
     async def _stop(self):

@@ -64,7 +64,8 @@ class Machine(RuleBasedStateMachine):
 
     def begin(self):
         """An orchestrator connects; what an earlier one asked for is nobody's business any more."""
-        self.episodes, self.cancels, self.answered, self.step = {}, [], set(), None
+        self.episodes, self.cancels, self.answered = {}, [], set()
+        self.step, self.retained = None, []
         self.orchestrator = self.where("orchestrator", self.arena.address, next(self.attempts))
         self.look(self.orchestrator("turn"))
 
@@ -185,11 +186,11 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.step is not None and all(self.step.done))
     @rule()
     def durable(self):
-        """Until then a trainer that starts again finds everything."""
-        blocks = {
-            handle for wire in self.step.wires for micro in micro_batches_from_wire(wire) for handle in micro.handles
-        }
+        """Until then a trainer that starts again finds everything, and whoever asks for the step before, that too."""
+        wires = [*self.step.wires, *self.retained]
+        blocks = {handle for wire in wires for micro in micro_batches_from_wire(wire) for handle in micro.handles}
         assert {Handle.parse(row["handle"]) for row in self.arena.ls()} >= blocks - self.lost
+        self.retained = self.step.wires
         self.orchestrator("durable")
         self.step = None
         self.look(self.orchestrator("turn"))

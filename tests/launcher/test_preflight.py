@@ -99,6 +99,14 @@ def test_sixteen_gibibytes_of_heads_do_not_fit_an_arena_of_eight(load, monkeypat
     assert "max_inflight 1,024 x 16,384 tokens x 1,036.2 B = 16.2 GiB, arena.capacity is 8.0 GiB (configured)" in line
 
 
+def test_retained_steps_take_their_part_of_the_arena(load):
+    flags = {"arena__capacity": "2MiB", "orchestrator__batch_size": 8, "orchestrator__group_size": 8}
+    check(load(**flags))
+    (line,) = problems(load(**flags, arena__retain_steps=19))
+    assert "max_inflight 16 x 1,024 tokens and retain_steps 19 x 8,192 tokens, x 20.2 B = 3.3 MiB" in line
+    assert "orchestrator.seq_len, arena.retain_steps or trainer.head" in line
+
+
 def test_what_does_not_fit_the_arena_may_fit_the_spill_directory(load, tmp_path, monkeypatch):
     flags = {"arena__capacity": "1MiB", "orchestrator__max_inflight": 1024}
     (line,) = problems(load(**flags))

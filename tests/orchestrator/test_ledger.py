@@ -38,9 +38,9 @@ def test_a_shipped_block_outlives_its_readers_until_the_step_is_durable(arena, w
         with Arena.attach(arena.address, reader=rank) as reader:
             reader.done(handles)
     assert counts(arena)[0] == 2
-    ledger.report(4)
+    ledger.let_go(4)
     assert len(ledger) == 2
-    ledger.report(5)
+    ledger.let_go(5)
     assert counts(arena) == (0, 2, 2)
     assert ledger.close() == {}
 
@@ -50,7 +50,7 @@ def test_a_context_parallel_group_reads_the_same_blocks(arena, worker):
     a, b = sample(worker), sample(worker)
     ledger.adopt([a, b], "t/a/g/0")
     ledger.ship([[MicroBatch((a,))], [MicroBatch((b,))]], step=1, readers=2)
-    ledger.report(1)
+    ledger.let_go(1)
     for rank, handles, left in ((0, a.handles, 2), (1, a.handles, 1), (3, b.handles, 1), (2, b.handles, 0)):
         with Arena.attach(arena.address, reader=rank) as reader:
             reader.done(handles)
@@ -70,12 +70,29 @@ def test_a_shared_prefix_is_freed_with_its_last_sample(arena, worker):
     with Arena.attach(arena.address, reader=0) as reader:
         ledger.ship([[MicroBatch((second,))]], step=1)
         reader.done(second.handles)
-        ledger.report(1)
+        ledger.let_go(1)
         assert counts(arena)[0] == 2  # the prefix and the third sample's own rows
         ledger.ship([[MicroBatch((third,))]], step=2)
         reader.done(third.handles)
-        ledger.report(2)
+        ledger.let_go(2)
     assert counts(arena) == (0, 3, 3)
+    assert ledger.close() == {}
+
+
+def test_a_block_of_two_retained_steps_is_freed_when_the_last_is_let_go(arena, worker):
+    ledger = Ledger(arena, num_ranks=1)
+    first = sample(worker, T=10, S=6)
+    second = sample(worker, T=12, S=8, prefix=(first, 4))
+    ledger.adopt([first, second], "t/a/g/0")
+    with Arena.attach(arena.address, reader=0) as reader:
+        ledger.ship([[MicroBatch((first,))]], step=1)
+        reader.done(first.handles)
+        ledger.ship([[MicroBatch((second,))]], step=2)
+        reader.done(second.handles)
+    ledger.let_go(1)
+    assert counts(arena) == (2, 2, 0)
+    ledger.let_go(2)
+    assert counts(arena) == (0, 2, 2)
     assert ledger.close() == {}
 
 

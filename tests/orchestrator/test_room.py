@@ -196,3 +196,18 @@ async def test_a_rank_that_lags_behind_is_waited_for(tmp_path, arena, worker, pa
     p.ledger.release((await collecting).samples)
     await finish(p)
     assert arena.stats()["blocks"] == 0
+
+
+async def test_retained_steps_are_not_waited_for(tmp_path, arena, worker, parts):
+    """They stay whoever waits: an arena that they fill is too small, and says so in seconds."""
+    held = [sample(worker, f"t/a/old/{i}", T=T, S=8) for i in range(7)]
+    worker.ship([handle for made in held for handle in made.handles], readers=1, step=1)
+    settings = roomy(tmp_path)
+    retaining = settings.model_copy(update={"arena": settings.arena.model_copy(update={"retain_steps": 1})})
+    p = parts(retaining, [Writer(worker, T=T)], longest_bytes=0)
+    p.dispatcher.retained = [1]
+    with pytest.raises(RunError, match=r"the arena is too small.*or lower .*, arena.retain_steps or orchestrator"):
+        await collect(p, 2)
+    await finish(p)
+    arena.discard("t")
+    assert arena.stats()["blocks"] == 0
