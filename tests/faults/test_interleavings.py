@@ -12,7 +12,7 @@ from multiprocessing.connection import Listener
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -319,14 +319,17 @@ def _quiet():
 
 
 def run(where, examples, steps):
+    """What was seen. A short run is the same every time, and does not spend minutes on a shorter failure."""
     Machine.where, Machine.seen = where, Counter()
+    short = examples <= 200
     run_state_machine_as_test(
         Machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
-            derandomize=examples <= 200,
+            derandomize=short,
+            phases=(Phase.generate,) if short else tuple(Phase),
             suppress_health_check=list(HealthCheck),
             print_blob=True,
         ),
