@@ -34,7 +34,8 @@ from shmrl.types import MicroBatch
 
 log = logging.getLogger(__name__)
 
-_SUMS = ("loss", "kl", "entropy", "masked", "loss_tokens", "tokens", "bytes", "unrouted", "fetch_s", "fetches")
+_COMPUTED = ("loss", "kl", "entropy", "masked")  # sums over loss tokens, which stay on the device until the step ends
+_SUMS = ("loss_tokens", "tokens", "bytes", "unrouted", "fetch_s", "fetches")
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class _Share:
 
     work: list[tuple[MicroBatch, TensorBatch]] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMS, 0.0))
+    computed: list[torch.Tensor] = field(default_factory=list)  # per micro batch, float64 [len(_COMPUTED)]
     fetch_max_s: float = 0.0
     global_tokens: int = 0
     lost: int = 0  # over all ranks
@@ -100,7 +102,7 @@ class Stepper:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        metrics = self._metrics(share, time.monotonic() - assembled)
+        metrics = self._metrics(share, assembled)
         return metrics | {"train/grad_norm": grad_norm, "train/lr": lr, "time/assemble": assembled - began}
 
     def close(self) -> None:
@@ -172,7 +174,10 @@ class Stepper:
     # --------------------------------------------------------------------------------------------------------- train
 
     def _accumulate(self, step: int, index: int, share: _Share, warmup: bool) -> None:
-        """Forward and backward of one micro batch; a dummy runs both with a loss of zero, for the collectives."""
+        """Forward and backward of one micro batch; a dummy runs both with a loss of zero, for the collectives.
+
+        Returns when everything is launched: the next micro batch is prepared and sent while a device computes this one.
+        """
         micro_batch, batch = share.work[index]
         inputs, arrays = self._builder.build(micro_batch, batch, supervised=warmup)
         with self._policy.prepared(inputs):
@@ -180,11 +185,9 @@ class Stepper:
                 out: TokenLogprobs = self._module(inputs)
             result = self._apply(step, index, micro_batch, batch, out, arrays, warmup)
             (result.loss * (self._ranks.world / share.global_tokens)).backward()  # type: ignore[no-untyped-call]
-        if not warmup:
-            share.sums["kl"] += float(mismatch_kl(out.label, arrays.sampler_logprobs).sum())
-        share.sums["loss"] += float(result.loss.detach())
-        share.sums["entropy"] += float(out.entropy.sum())
-        share.sums["masked"] += float(result.masked.sum())
+        kl = out.label.new_zeros(1) if warmup else mismatch_kl(out.label, arrays.sampler_logprobs)
+        found = (result.loss.detach(), kl.sum(), out.entropy.sum(), result.masked.sum())
+        share.computed.append(torch.stack([value.double() for value in found]))
         share.sums["loss_tokens"] += len(out.label)
 
     def _apply(
@@ -220,10 +223,12 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------------------- metrics
 
-    def _metrics(self, share: _Share, train_s: float) -> dict[str, float]:
+    def _metrics(self, share: _Share, assembled: float) -> dict[str, float]:
         """Means over the loss tokens of all ranks. `fetch` is what it took to read one micro batch into staging."""
-        rows = self._ranks.gather([*share.sums.values(), share.fetch_max_s, train_s])
-        total = dict(zip(_SUMS, rows.sum(0).tolist(), strict=False))
+        computed = torch.stack(share.computed).sum(0).tolist()  # waits for the device: only now the step has ended
+        train_s = time.monotonic() - assembled
+        rows = self._ranks.gather([*computed, *share.sums.values(), share.fetch_max_s, train_s])
+        total = dict(zip((*_COMPUTED, *_SUMS), rows.sum(0).tolist(), strict=False))
         train_s = float(rows[:, -1].max())
         per_token = 1.0 / total["loss_tokens"]
         return {

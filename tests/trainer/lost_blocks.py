@@ -1,23 +1,21 @@
-"""Run by test_lost under torch.distributed.run: one step per mode and case; every rank writes what it computed.
+"""Run by test_lost: one step of every job of `rank_gradients` on ranks of their own; each writes what it computed.
 
-Arguments: run tree (TOML), cases (msgpack: {case: micro batches of every rank}), directory to write to, jobs
-"mode-case" with a mode of rank_gradients. In a case called "unseen" rank 1 alone cannot read its last micro batch.
+In a job called "...unseen" rank 1 alone cannot read its last micro batch.
 """
 
+import os
 import sys
 from pathlib import Path
 
 import torch
 
-from shmrl import wire
 from shmrl.arena import Arena
 from shmrl.config import load_run
 from shmrl.errors import StaleHandle
 from shmrl.payload import micro_batches_from_wire
-from shmrl.trainer.models import prepare
 from shmrl.trainer.parallel import Ranks, leave
-from shmrl.trainer.step import Stepper
-from tests.trainer.rank_gradients import MODES, Watched
+from tests.trainer.rank_gradients import Watched, changed, start
+from tests.trainer.rank_gradients import main as on_ranks
 
 
 class Blind(Arena):
@@ -31,33 +29,34 @@ class Blind(Arena):
         return super().get(handle, *args, **kwargs)
 
 
-class Counting(Stepper):
-    """Keeps the number of loss tokens that the ranks agreed on."""
+def kept(stepper):
+    """A list that gets what the ranks agree on in each step."""
+    shares, assemble = [], stepper._assemble
 
-    def _assemble(self, step, micro_batches):
-        share = super()._assemble(step, micro_batches)
-        self.agreed = share.global_tokens
-        return share
+    def keep(*args):
+        shares.append(assemble(*args))
+        return shares[-1]
+
+    stepper._assemble = keep
+    return shares
 
 
-def main(toml, cases, out, *jobs):
+def work(rank, world, port, toml, jobs, out):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     tree = load_run([Path(toml)])
     ranks = Ranks("cpu")
-    given = wire.unpack(Path(cases).read_bytes())
-    with Blind.attach(tree.arena.address, reader=ranks.rank) as arena:
-        for job in jobs:
-            mode, case = job.split("-")
-            changed = tree.model_copy(update={"trainer": tree.trainer.model_copy(update=MODES[mode])})
-            mine = micro_batches_from_wire(given[case][ranks.rank])
-            arena.unseen = frozenset(mine[-1].handles if case == "unseen" and ranks.rank == 1 else ())
-            policy, module = prepare(changed, ranks, tree.initial_weights)
-            watched = Watched(policy)
-            stepper = Counting(changed, ranks, arena, policy, module, watched)
+    with Blind.attach(tree.arena.address, reader=rank) as arena:
+        for name, trainer, batches in jobs:
+            mine = micro_batches_from_wire(batches[rank])
+            arena.unseen = frozenset(mine[-1].handles if name.endswith("unseen") and rank == 1 else ())
+            _, stepper = start(changed(tree, Path(out) / name, trainer), ranks, arena, Watched)
+            shares = kept(stepper)
             metrics = stepper.run(1, mine, lr=0.0)
-            torch.save((watched.gradients, metrics, stepper.agreed), Path(out) / f"{job}-{ranks.rank}.pt")
+            found = {"gradients": stepper.optimizer.gradients, "metrics": metrics, "tokens": shares[0].global_tokens}
+            torch.save(found, Path(out) / f"{name}-{rank}.pt")
     ranks.close()
+    leave(0)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    leave(0)
+    on_ranks(*sys.argv[1:], work=work)
