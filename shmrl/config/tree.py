@@ -84,6 +84,7 @@ class ServeConfig(Table):
     """`[serve]`: how one environment is hosted. A source's address is derived unless it is given.
 
     http: "host:port" where a server with an arena of its own serves the arena's blocks to clients on other hosts.
+    sandbox: where the environment runs what a model wrote; environments that do refuse to load without one.
     """
 
     address: Address | None = None
@@ -92,6 +93,7 @@ class ServeConfig(Table):
     max_concurrent: Positive = 1024
     request_timeout_s: Annotated[float, Field(ge=0)] = 300.0
     restart_budget: Count = 5
+    sandbox: Literal["bwrap"] | None = None
 
 
 class Source(Table):
