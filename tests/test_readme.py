@@ -20,7 +20,7 @@ def run(code, cwd=None):
 
 
 def test_the_arena_in_another_trainer():
-    echo, _, trainer, rank = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    echo, _, _, trainer, rank = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert "class Echo(Environment)" in echo
     assert run(trainer) == "(100, 4, 2) 99\n"
     assert run(rank) == "3192 0\n"
@@ -38,10 +38,15 @@ def test_an_environment_of_your_own(tmp_path):
     assert run(code, cwd=tmp_path) == "1.0\n"
 
 
+def test_a_program_that_a_model_wrote(box):
+    _, program, *_ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert run("from shmrl.env.sandbox import use; use('bwrap')\n" + program) == "True 42 None\n"
+
+
 def test_hosting_sessions():
     """The script hosts; the one-line check, in a process of its own, reaches it."""
     text = README.read_text()
-    _, script, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    _, _, script, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     check = re.search(r'python -c "(import asyncio; from shmrl.env.*)"', text)[1]
     port = str(free_ports(1))
     environment = {**os.environ, "PYTHONPATH": str(README.parent)}

@@ -94,7 +94,7 @@ def load_env_server(files: Sequence[Path], flags: Mapping[str, str] | None = Non
     """The validated env server; same errors as `load_run`."""
     tree, origin = read_layers(files, flags)
     serve = tree.setdefault("serve", {})
-    if isinstance(serve, dict) and "http" not in serve:
+    if isinstance(serve, dict) and not serve.get("protocols"):
         serve.setdefault("address", "tcp://127.0.0.1:5000")
     return _validate(EnvServerConfig, tree, origin)
 

@@ -38,6 +38,7 @@ from shmrl.config.tables import (
     Trainer,
     Url,
     Warmup,
+    reachable,
 )
 
 
@@ -121,26 +122,36 @@ class StaticPool(Table):
 class ServeConfig(Table):
     """`[serve]`: how one environment is hosted. A source's address is derived unless it is given.
 
-    http, protocols: sessions over HTTP and WebSocket beside the native protocol, or, in an env server's own file
-    without an address, instead of it. max_concurrent_envs, idle_timeout_s (0: none), token: of such sessions;
+    http: "host:port". With protocols = ["openenv"] sessions are served there, beside the native protocol or, in an env
+    server's own file without an address, instead of it; without protocols the blocks of a server with an arena of its
+    own, to clients on other hosts. max_concurrent_envs, idle_timeout_s (0: none), token: of sessions;
     request_timeout_s bounds each of their messages.
+    sandbox: where the environment runs what a model wrote; environments that do refuse to load without one.
     """
 
     address: Address | None = None
+    http: HostPort | None = None
     pool: StaticPool = StaticPool()
     max_concurrent: Positive = 1024
     request_timeout_s: Annotated[float, Field(ge=0)] = 300.0
     restart_budget: Count = 5
-    http: HostPort | None = None
+    sandbox: Literal["bwrap"] | None = None
     protocols: list[Literal["openenv"]] = Field(default_factory=list)
     max_concurrent_envs: Positive = 64
     idle_timeout_s: Annotated[float, Field(ge=0)] = 900.0
     token: Annotated[str, Field(pattern=r"^[A-Za-z0-9._~-]{8,}$")] | None = None
 
+    @property
+    def serves_blocks(self) -> bool:
+        """Whether `http` is for blocks of the server's own arena."""
+        return self.http is not None and not self.protocols
+
     @model_validator(mode="after")
     def _served(self) -> ServeConfig:
-        if (self.http is None) != (not self.protocols):
-            raise ValueError('http = "host:port" and protocols = ["openenv"] belong together')
+        if self.http is not None and not self.protocols:
+            reachable(self.http)
+        if self.protocols and self.http is None:
+            raise ValueError(f'protocols = {self.protocols} need http = "host:port"')
         return self
 
 
@@ -376,6 +387,8 @@ class RunTree(Table):
             tag = f"{self.run.name}/{name}/0000-e00000000.0000000/0000"
             if len(tag) > LONGEST_TAG:
                 problems.append(f"run.name and source name are too long together: {tag!r} exceeds {LONGEST_TAG} bytes")
+        for name in (source.name for _, source in self.sources if source.serve.serves_blocks):
+            problems.append(f"{name}'s serve.http is for a server started by hand: a run's servers share its arena")
         names = [source.name for _, source in self.sources]
         for name in self.arena.shares:
             if name not in names:
@@ -426,3 +439,9 @@ class EnvServerConfig(Table):
     serve: ServeConfig = ServeConfig(address="tcp://127.0.0.1:5000")
     arena: ArenaConfig = ArenaConfig()
     log: Log = Log()
+
+    @model_validator(mode="after")
+    def _http(self) -> EnvServerConfig:
+        if self.serve.serves_blocks and self.arena.address is not None:
+            raise ValueError("serve.http belongs to a server with an arena of its own, without arena.address")
+        return self

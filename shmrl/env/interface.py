@@ -7,11 +7,14 @@ Two shapes. A *rollout environment* talks to the model itself; a *session enviro
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shmrl.errors import EnvError
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from shmrl.env.model import Model
 
 Split = Literal["train", "eval"]
+STEPS = 64
+"""Sessions of one worker that can be in a step at a time."""
 
 
 @dataclass(slots=True)
@@ -132,11 +137,12 @@ def _reward(value: Any) -> float | None:
 
 
 class SessionEnvironment:
-    """Base of session environments: one instance per session, plain blocking methods that return at once.
+    """Base of session environments: one instance per session, plain blocking methods.
 
-    `tasks(split)` is optional: by default the tasks are seeds without end. `demonstrate(task, messages)` is optional.
-    Served over WebSocket, a session may also have the attributes `tools`, `dataset_size` and `rubric_components`, which
-    its state tells, `close()`, and parameters `row_index` and `evaluation` of `reset`.
+    `reset` returns at once; `step` may take its time. Optional: `tasks(split)`, by default seeds without end;
+    `demonstrate(task, messages)`; `close()`, called when the session is over. Served over WebSocket, a session may also
+    have the attributes `tools`, `dataset_size` and `rubric_components`, which its state tells, and the parameters
+    `row_index` and `evaluation` of `reset`.
     """
 
     def reset(self, seed: int, **data: Any) -> Any:
@@ -152,6 +158,7 @@ class SessionRollout(Environment):
     """A session environment as a rollout: a fresh session per episode, its step rewards summed.
 
     `make` builds a session. The episode ends when the session is done, or when the model is out of turns or of context.
+    Steps run in threads, so that one that takes its time holds up its own episode alone.
     """
 
     def __init__(self, make: Callable[[], Any], seed: int = 0) -> None:
@@ -160,6 +167,10 @@ class SessionRollout(Environment):
         if hasattr(probe, "demonstrate"):
             self.demonstrate = probe.demonstrate
         self._own_tasks = getattr(probe, "tasks", None)
+        self._steps = ThreadPoolExecutor(STEPS, "step")
+
+    async def teardown(self) -> None:
+        self._steps.shutdown()
 
     def tasks(self, split: Split) -> Iterable[Task]:
         if self._own_tasks is not None:
@@ -168,12 +179,23 @@ class SessionRollout(Environment):
 
     async def rollout(self, task: Task, model: Model) -> Episode:
         session = self.make()
-        action = action_model(session)
+        try:
+            first = Step.first(session.reset(task.seed, **task.data))
+            return await converse(first, partial(self._step, session, action_model(session)), model)
+        finally:
+            if hasattr(session, "close"):
+                session.close()
 
-        async def step(reply: str) -> Step:
-            return Step.of(session.step(action.model_validate({"message": reply}) if action else reply))
-
-        return await converse(Step.first(session.reset(task.seed, **task.data)), step, model)
+    async def _step(self, session: Any, action: Any, reply: str) -> Step:
+        """In a thread; a cancelled episode waits for it, so that no session is closed while it steps."""
+        taken = reply if action is None else action.model_validate({"message": reply})
+        stepping = asyncio.get_running_loop().run_in_executor(self._steps, session.step, taken)
+        try:
+            return Step.of(await asyncio.shield(stepping))
+        except asyncio.CancelledError:
+            await asyncio.wait([stepping])
+            stepping.exception()  # its failure was asked for
+            raise
 
 
 def action_model(session: Any) -> Any:

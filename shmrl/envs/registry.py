@@ -1,4 +1,4 @@
-"""Environments by name: a bundled name, or `module:attribute` (a class, or a factory, called with `env.args`).
+"""Environments by name: a bundled name, `gem:<id>`, or `module:attribute` (a class or a factory, given `env.args`).
 
 `openenv:` before it changes nothing, and before URLs names servers of sessions that someone else runs.
 
@@ -19,12 +19,14 @@ from typing import Any
 
 from shmrl.config.tree import REMOTE, remote_urls
 from shmrl.env.interface import Environment, SessionRollout
+from shmrl.envs import gem
 from shmrl.errors import ConfigError
 
 BUNDLED = {
     "reverse-text": "shmrl.envs.reverse_text:ReverseText",
     "alphabet-sort": "shmrl.envs.alphabet_sort:AlphabetSort",
     "guess-number": "shmrl.envs.guess_number:GuessNumber",
+    "code-exec": "shmrl.envs.code_exec:CodeExec",
 }
 
 
@@ -35,6 +37,8 @@ def find(env_id: str) -> str | None:
         if remote_urls(REMOTE + env_id):
             return None
     module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
+    if env_id.startswith(gem.PREFIX) and attribute:
+        return None if _module_file("gem") else f"env id {env_id!r}: GEM is not installed: pip install gem-llm"
     if not attribute:
         close = difflib.get_close_matches(env_id, BUNDLED, n=1)
         hint = f"did you mean {close[0]}?" if close else f"bundled are {', '.join(BUNDLED)}"
@@ -72,15 +76,15 @@ def load(env_id: str, args: Mapping[str, Any]) -> Environment:
 
     Raises ConfigError where the id does not resolve or the object is no environment, and whatever its own code raises.
     """
-    target = _target(env_id)
-    return _as_rollout(env_id, target, dict(args))
+    return _as_rollout(env_id, _target(env_id), dict(args))
 
 
 def construct(env_id: str, args: Mapping[str, Any]) -> Any:
     """The environment as its author wrote it, for whoever drives sessions. Raises as `load` does."""
     target = _target(env_id)
     _check_args(env_id, target, dict(args))
-    return target(**args)
+    built = target(**args)
+    return gem.Sessions(partial(target, **args), built)() if gem.is_gem(built) else built
 
 
 def _target(env_id: str) -> Any:
@@ -88,14 +92,19 @@ def _target(env_id: str) -> Any:
     problem = find(env_id)
     if problem is not None:
         raise ConfigError(problem)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     if urls := remote_urls(env_id):
         from shmrl.env.sessions.remote import RemoteEnv
 
         return partial(RemoteEnv, urls)
     env_id = env_id.removeprefix(REMOTE)
+    return gem.factory(env_id) if env_id.startswith(gem.PREFIX) else _attribute(env_id)
+
+
+def _attribute(env_id: str) -> Any:
+    """What `module:attribute` names, imported."""
     module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     target: Any = importlib.import_module(module)
     for part in attribute.split("."):
         target = getattr(target, part, None)
@@ -109,6 +118,8 @@ def _as_rollout(env_id: str, target: Any, args: dict[str, Any]) -> Environment:
     built = target(**args)
     if isinstance(built, Environment):
         return built
+    if gem.is_gem(built):
+        return SessionRollout(gem.Sessions(lambda: target(**args), built), seed=int(args.get("seed", 0)))
     if hasattr(built, "reset") and hasattr(built, "step"):
         return SessionRollout(lambda: target(**args), seed=int(args.get("seed", 0)))
     raise ConfigError(

@@ -135,6 +135,7 @@ class SessionServer:
             "name": config.name,
             "env_id": config.env.id,
             "env_args": config.env.args,
+            "sandbox": config.serve.sandbox,
             "log_level": config.log.level,
             "log_json": config.log.json_lines,
         }

@@ -33,6 +33,7 @@ from typing import Any
 import setproctitle
 
 from shmrl.config.tables import Log
+from shmrl.env import sandbox
 from shmrl.env.death import CHILD_SUBREAPER, PDEATHSIG, prctl
 from shmrl.env.interface import action_model
 from shmrl.env.sessions import frames, session
@@ -47,6 +48,8 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 def load(settings: Mapping[str, Any]) -> Any:
     """The session environment of the server's settings. ConfigError for one that only has rollouts."""
+    if settings["sandbox"] is not None:
+        sandbox.ensure()
     registry = import_module("shmrl.envs.registry")  # environments stand above this room: they are met by name only
     args = dict(settings["env_args"])
     prompt = args.pop("system_prompt", None)
