@@ -13,6 +13,7 @@ import pytest
 
 from shmrl.config import EnvServerConfig
 from shmrl.env.sessions.server import SessionServer
+from tests.env.test_server import alive
 
 ENVS = "tests.env.sessions.environments:"
 
@@ -73,8 +74,9 @@ class Client:
         return (await self.get("/healthz"))[1]
 
     def processes(self) -> list[psutil.Process]:
-        """Of sessions: the template's children."""
-        return psutil.Process(self.server._template._process.pid).children()
+        """Of sessions: the template's children that live (it takes a moment to bury one)."""
+        children = psutil.Process(self.server._template._process.pid).children()
+        return [process for process in children if alive(process)]
 
     async def free(self, slots=0, timeout_s=1.0):
         """Wait until `slots` are taken."""
