@@ -48,7 +48,7 @@ def test_it_learns_and_the_engine_has_the_trainers_weights_at_every_step(run):
 
 
 def test_a_killed_vllm_is_restarted_within_the_budget_and_ends_the_run_beyond_it(run):
-    flags = {"inference.python": vllm_python(), "run.restarts.inference": 1}
+    flags = {"inference.python": vllm_python(), "run.restarts.inference": 1, "inference.weight-transfer": "broadcast"}
     one = run(text=KILLED, **flags).start()
     one.wait_for_step(2, BOOT_S)
     first = engine_pids(one)
