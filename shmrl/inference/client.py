@@ -308,7 +308,9 @@ async def _own_address(url: str) -> str:
     """This machine's address on the way to an engine."""
     parts = urlsplit(url)
     try:
-        _, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+        _, writer = await asyncio.open_connection(
+            parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        )
     except OSError as error:
         raise EngineError(f"{url}: {_said(error)}") from error
     writer.close()

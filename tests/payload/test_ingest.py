@@ -49,10 +49,10 @@ def test_every_form_gives_the_same_rows():
         assert np.array_equal(got, rows)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3, 5])
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 101])
 def test_any_rows_are_decoded_into_any_place(columns):
     """Groups of three bytes are cut at either end, and a .npy's header is not a whole number of them."""
-    rows = np.arange(7 * columns, dtype=np.uint8).reshape(7, columns, 1)
+    rows = np.arange(7 * columns).astype(np.uint8).reshape(7, columns, 1)
     for value in (npy(rows), {"data": raw(rows, "u1"), "shape": rows.shape, "dtype": "u1"}):
         encoded, _ = engine_rows(value)
         for first in range(8):

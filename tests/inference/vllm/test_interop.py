@@ -198,8 +198,8 @@ async def test_routed_experts_are_those_of_the_transformers_model_and_replay_con
     assert equal / rows >= 0.99, equal / rows
 
 
-async def test_derived_masks_are_the_samplers_kept_sets(client, policy):
-    """Against top-k and top-p over the transformers model's own logits."""
+async def test_derived_masks_and_heads_are_the_samplers(client, policy):
+    """Against top-k and top-p over the transformers model's own logits, and what is left of them, renormalised."""
     asked = prompts(8, 24, seed=1)
     answers = await generations(client, asked, ignore_eos=True)
     differ = total = 0
@@ -209,13 +209,19 @@ async def test_derived_masks_are_the_samplers_kept_sets(client, policy):
         with torch.no_grad():
             tokens = torch.tensor([[*prompt, *answer.token_ids]])
             logits = policy.lm(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        for row, kept, token in zip(logits, answer.sampling_mask, answer.token_ids, strict=True):
+        rows = zip(logits, answer.sampling_mask, answer.token_ids, answer.top_logprobs, strict=True)
+        for row, kept, token, (head_ids, head_values) in rows:
             assert token in kept
             values, ids = row.topk(32)
             before = values.softmax(-1).cumsum(-1) - values.softmax(-1)
             expected = set(ids[before < 0.9].tolist())
             differ += len(expected ^ set(kept))
             total += len(expected)
+            of_kept = row - row[kept].logsumexp(0)
+            head = [(of_kept[i].item(), value) for i, value in zip(head_ids, head_values, strict=True) if i in kept]
+            assert head_ids[0] == token
+            assert len(head) >= min(len(kept), 8)
+            assert all(abs(own - value) < 2e-2 for own, value in head)
     assert differ / total < 0.001, (differ, total)
 
 
