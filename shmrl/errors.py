@@ -120,6 +120,10 @@ class LostPayload(ShmrlError):
     """A referenced block is gone or was discarded. Names the block and whose it was."""
 
 
+class NodeError(ShmrlError):
+    """A node server could not be reached in time, or refused. Names its url and what was tried."""
+
+
 # -------------------------------------------------------------------------------------------- engines, environments
 
 

@@ -20,6 +20,7 @@ cdef extern from "arena_live.h" nogil:
     enum: SRL_NONE
     enum: SRL_ORPHAN
     enum: SRL_PAGE
+    enum: SRL_RETIRED
     enum: SRL_SHARE_NAME
     enum: SRL_SHARES
     enum: SRL_SPILL_DIR_MAX

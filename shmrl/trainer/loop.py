@@ -95,6 +95,7 @@ class RankLoop:
             self._link.close()
             if self._sender is not None:
                 self._sender.close()
+            self._stepper.close()
             if self._pinned is not None:
                 self._pinned.close()
 
@@ -104,7 +105,10 @@ class RankLoop:
         if self.step:
             raise RunError(f"a warm-up step arrived after step {self.step}")
         self._warmed = True
-        metrics = self._stepper.run(message["step"], _batches(message), lr=self._tree.warmup.lr, warmup=True)
+        nodes = message.get("nodes", {})
+        metrics = self._stepper.run(
+            message["step"], _batches(message), lr=self._tree.warmup.lr, warmup=True, nodes=nodes
+        )
         self._report(message["step"], "warmup", metrics)
 
     def _begin(self, message: dict[str, Any]) -> None:
@@ -128,9 +132,8 @@ class RankLoop:
             raise RunError(f"step {step} arrived after step {self.step}")
         if self._pinned is not None:
             self._pinned.extend()
-        metrics = self._stepper.run(
-            step, _batches(message), lr=learning_rate(self._tree.trainer, self._tree.run.max_steps, step)
-        )
+        lr = learning_rate(self._tree.trainer, self._tree.run.max_steps, step)
+        metrics = self._stepper.run(step, _batches(message), lr=lr, nodes=message.get("nodes", {}))
         self.step, self._state = step, message["state"]
         began = time.monotonic()
         self._announce(self._publish())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import nn
 from shmrl.arena import Arena
 from shmrl.config import RunTree
 from shmrl.errors import ChecksumError, LostPayload, RunError, StaleHandle
+from shmrl.node.blocks import StepBlocks
+from shmrl.node.host import read_token
 from shmrl.payload import TensorBatch, assemble
 from shmrl.trainer.fold import Fold
 from shmrl.trainer.inputs import InputBuilder, LossArrays
@@ -66,14 +69,26 @@ class Stepper:
         self._loss: LossFn = make_loss(tree.trainer.loss)
         self._builder = InputBuilder(tree, policy.replay, ranks.device, policy.packed, policy.context)
         self._group_size = tree.trainer.context_parallel
+        self._blocks = StepBlocks(arena, ranks.rank, tree.arena, tree.node, read_token(tree.arena))
         self._staging: dict[int, TensorBatch] = {}  # by index in the step: buffers are reused from step to step
 
-    def run(self, step: int, micro_batches: list[MicroBatch], *, lr: float, warmup: bool = False) -> dict[str, float]:
-        """Train one step; the metrics of all ranks, the same on each. RunError when nothing of it can be read."""
+    def run(
+        self,
+        step: int,
+        micro_batches: list[MicroBatch],
+        *,
+        lr: float,
+        warmup: bool = False,
+        nodes: Mapping[str, str] | None = None,
+    ) -> dict[str, float]:
+        """Train one step; the metrics of all ranks, the same on each. RunError when nothing of it can be read.
+
+        nodes: where blocks of other nodes are served, by `Handle.origin`.
+        """
         began = time.monotonic()
-        share = self._assemble(step, micro_batches)
+        share = self._assemble(step, self._blocks.here(micro_batches, nodes or {}))
         assembled = time.monotonic()
-        self._arena.done([handle for batch in micro_batches for handle in batch.handles], reader=self._ranks.rank)
+        self._blocks.done(micro_batches)
         for index in range(len(share.work)):
             with gradient_sync(self._module, on=index == len(share.work) - 1):
                 self._accumulate(step, index, share, warmup)
@@ -86,6 +101,10 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         metrics = self._metrics(share, time.monotonic() - assembled)
         return metrics | {"train/grad_norm": grad_norm, "train/lr": lr, "time/assemble": assembled - began}
+
+    def close(self) -> None:
+        """Ends what steps have begun on other nodes."""
+        self._blocks.close()
 
     # ------------------------------------------------------------------------------------------------------ assemble
 
