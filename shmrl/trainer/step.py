@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,15 +34,17 @@ from shmrl.types import MicroBatch
 
 log = logging.getLogger(__name__)
 
-_SUMS = ("loss", "kl", "entropy", "masked", "loss_tokens", "tokens", "bytes", "unrouted", "fetch_s", "fetches")
+_COMPUTED = ("loss", "kl", "entropy", "masked")  # sums over loss tokens, which stay on the device until the step ends
+_SUMS = ("loss_tokens", "tokens", "bytes", "unrouted", "fetch_s", "fetches")
 
 
 @dataclass(slots=True)
 class _Share:
-    """This rank's part of one step: micro batches with their arrays (a lost one is replaced by a dummy), and sums."""
+    """This rank's part of one step: micro batches with their arrays (of a dropped one: its stand-in), and sums."""
 
     work: list[tuple[MicroBatch, TensorBatch]] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMS, 0.0))
+    computed: list[torch.Tensor] = field(default_factory=list)  # per micro batch, float64 [len(_COMPUTED)]
     fetch_max_s: float = 0.0
     global_tokens: int = 0
     lost: int = 0  # over all ranks
@@ -69,6 +71,7 @@ class Stepper:
         self._loss: LossFn = make_loss(tree.trainer.loss)
         self._builder = InputBuilder(tree, policy.replay, ranks.device, policy.packed, policy.context)
         self._group_size = tree.trainer.context_parallel
+        self._layers = None if policy.replay is None else policy.replay.layers  # what is read of the routing
         self._blocks = StepBlocks(arena, ranks.rank, tree.arena, tree.node, read_token(tree.arena))
         self._staging: dict[int, TensorBatch] = {}  # by index in the step: buffers are reused from step to step
 
@@ -99,7 +102,7 @@ class Stepper:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        metrics = self._metrics(share, time.monotonic() - assembled)
+        metrics = self._metrics(share, assembled)
         return metrics | {"train/grad_norm": grad_norm, "train/lr": lr, "time/assemble": assembled - began}
 
     def close(self) -> None:
@@ -112,17 +115,16 @@ class Stepper:
         """Read every micro batch, then agree: which are lost anywhere, and how many loss tokens remain everywhere."""
         share = _Share()
         mine = torch.zeros(2, len(micro_batches), dtype=torch.int64)  # lost, loss tokens
-        dummy = MicroBatch((), padding=1)
-        for index, micro_batch in enumerate(micro_batches):
-            batch = self._read(index, micro_batch, share)
+        read = [self._read(index, micro_batch, share) for index, micro_batch in enumerate(micro_batches)]
+        for index, batch in enumerate(read):
             mine[:, index] = torch.tensor([1, 0] if batch is None else [0, int(batch.loss_mask.sum())])
-            share.work.append((micro_batch, batch or assemble(self._arena, dummy)))
         everywhere = torch.zeros(self._ranks.world, *mine.shape, dtype=torch.int64)
         everywhere[self._ranks.rank] = mine
         groups = self._ranks.sum(everywhere).view(-1, self._group_size, *mine.shape)  # [groups, ranks of one, ...]
         lost = groups[:, :, 0].amax(1)
-        for index in lost[self._ranks.rank // self._group_size].nonzero().flatten().tolist():
-            share.work[index] = dummy, assemble(self._arena, dummy)
+        dropped = lost[self._ranks.rank // self._group_size].tolist()
+        for micro_batch, batch, gone in zip(micro_batches, read, dropped, strict=True):
+            share.work.append(self._stand_in(micro_batch, read) if batch is None or gone else (micro_batch, batch))
         share.lost, share.global_tokens = int(lost.sum()), int((groups[:, :, 1].sum(1) * (1 - lost)).sum())
         if share.global_tokens == 0:
             raise RunError(f"step {step}: no loss token can be read ({share.lost} micro batches are lost)")
@@ -131,14 +133,14 @@ class Stepper:
     def _read(self, index: int, micro_batch: MicroBatch, share: _Share) -> TensorBatch | None:
         """One micro batch into its staging buffers; None when a block of it is lost."""
         began = time.monotonic()
-        replay, fold = self._policy.replay, self._builder.fold(micro_batch)
+        fold = self._builder.fold(micro_batch)
         try:
             batch = assemble(
                 self._arena,
                 micro_batch,
                 out=self._staging.get(index),
                 tokens=fold.ranges,
-                layers=replay.layers if replay is not None and micro_batch.samples else None,
+                layers=self._layers,
                 verify=self._tree.arena.verify,
             )
         except (LostPayload, StaleHandle, ChecksumError) as error:
@@ -158,10 +160,24 @@ class Stepper:
         share.sums["unrouted"] += _unrouted(fold, batch)
         return batch
 
+    def _stand_in(self, micro_batch: MicroBatch, read: Sequence[TensorBatch | None]) -> tuple[MicroBatch, TensorBatch]:
+        """What is fed for a dropped micro batch, for the collectives: one token without loss. Its route is a real row
+        where this rank has one, so that routers get what they always get; else a padding row, never zeros."""
+        dummy = MicroBatch((), padding=1, fields=micro_batch.fields, shapes=micro_batch.shapes)
+        batch = assemble(self._arena, dummy, layers=self._layers)
+        routed = [other for other in read if other is not None and other.routing is not None]
+        real = next((other.routing[at] for other in routed for at in np.flatnonzero(other.routing_covered)[:1]), None)
+        if batch.routing is not None and real is not None:
+            batch.routing[:], batch.routing_covered[:] = real, True
+        return dummy, batch
+
     # --------------------------------------------------------------------------------------------------------- train
 
     def _accumulate(self, step: int, index: int, share: _Share, warmup: bool) -> None:
-        """Forward and backward of one micro batch; a dummy runs both with a loss of zero, for the collectives."""
+        """Forward and backward of one micro batch; a dummy runs both with a loss of zero, for the collectives.
+
+        Returns when everything is launched: the next micro batch is prepared and sent while a device computes this one.
+        """
         micro_batch, batch = share.work[index]
         inputs, arrays = self._builder.build(micro_batch, batch, supervised=warmup)
         with self._policy.prepared(inputs):
@@ -169,11 +185,9 @@ class Stepper:
                 out: TokenLogprobs = self._module(inputs)
             result = self._apply(step, index, micro_batch, batch, out, arrays, warmup)
             (result.loss * (self._ranks.world / share.global_tokens)).backward()  # type: ignore[no-untyped-call]
-        if not warmup:
-            share.sums["kl"] += float(mismatch_kl(out.label, arrays.sampler_logprobs).sum())
-        share.sums["loss"] += float(result.loss.detach())
-        share.sums["entropy"] += float(out.entropy.sum())
-        share.sums["masked"] += float(result.masked.sum())
+        kl = out.label.new_zeros(1) if warmup else mismatch_kl(out.label, arrays.sampler_logprobs)
+        found = (result.loss.detach(), kl.sum(), out.entropy.sum(), result.masked.sum())
+        share.computed.append(torch.stack([value.double() for value in found]))
         share.sums["loss_tokens"] += len(out.label)
 
     def _apply(
@@ -209,10 +223,12 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------------------- metrics
 
-    def _metrics(self, share: _Share, train_s: float) -> dict[str, float]:
+    def _metrics(self, share: _Share, assembled: float) -> dict[str, float]:
         """Means over the loss tokens of all ranks. `fetch` is what it took to read one micro batch into staging."""
-        rows = self._ranks.gather([*share.sums.values(), share.fetch_max_s, train_s])
-        total = dict(zip(_SUMS, rows.sum(0).tolist(), strict=False))
+        computed = torch.stack(share.computed).sum(0).tolist()  # waits for the device: only now the step has ended
+        train_s = time.monotonic() - assembled
+        rows = self._ranks.gather([*computed, *share.sums.values(), share.fetch_max_s, train_s])
+        total = dict(zip((*_COMPUTED, *_SUMS), rows.sum(0).tolist(), strict=False))
         train_s = float(rows[:, -1].max())
         per_token = 1.0 / total["loss_tokens"]
         return {
