@@ -245,7 +245,9 @@ class Inference(Table):
 
     With backend = "vllm", `python` is the interpreter that has vLLM (default: this one), and every key of
     `[inference.vllm]` becomes an argument of its server: `tensor_parallel_size = 2` is `--tensor-parallel-size 2`.
-    colocate: engine and trainer share GPUs: the engine sleeps while a step is trained.
+    colocate: engine and trainer share GPUs: the engine sleeps while a step is trained. weight_transfer: "files": vLLM
+    reads what the trainer publishes, through shared memory on one host, else `run.output_dir`; "broadcast": rank 0
+    sends it to every vLLM, by NCCL between GPUs, else gloo, and no file system is shared.
     """
 
     backend: Literal["embedded", "vllm"] = "embedded"
@@ -261,6 +263,7 @@ class Inference(Table):
     max_logprobs: Positive = 64
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     update_mode: Literal["wait", "keep", "abort"] = "keep"
+    weight_transfer: Literal["files", "broadcast"] = "files"
     colocate: bool = False
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
 
@@ -269,6 +272,8 @@ class Inference(Table):
         given = [key for key, value in (("python", self.python), ("[inference.vllm]", self.vllm)) if value]
         if self.backend != "vllm" and (given or self.colocate):
             raise ValueError(f"{', '.join([*given, *['colocate'] * self.colocate])}: only with backend = 'vllm'")
+        if self.weight_transfer == "broadcast" and (self.backend != "vllm" or self.colocate):
+            raise ValueError("weight_transfer = 'broadcast': only with backend = 'vllm', and without colocate")
         if given and self.urls:
             raise ValueError(f"{' and '.join(given)} are for an engine started here, and urls names others")
         for key in (key.replace("-", "_") for key in self.vllm):

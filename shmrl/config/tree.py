@@ -335,12 +335,13 @@ class RunTree(Table):
 
     @property
     def shared_weights(self) -> Path | None:
-        """Directory in shared memory through which ranks hand weights to a vLLM on this host; else None.
+        """Directory in shared memory where ranks publish weights for a vLLM on this host, or for rank 0 to broadcast.
 
-        Files there are mapped by the engine's workers: no disk, no copy through a socket.
+        Else None. Files there are mapped by who reads them: no disk, no copy through a socket.
         """
         hosts = {urlsplit(url).hostname for url in self.inference.urls}
-        if self.inference.backend != "vllm" or not hosts <= {"127.0.0.1", "::1", "localhost"}:
+        here = hosts <= {"127.0.0.1", "::1", "localhost"} or self.inference.weight_transfer == "broadcast"
+        if self.inference.backend != "vllm" or not here:
             return None
         return Path("/dev/shm") / f"shmrl-weights-{os.getuid()}-{self.socket_dir.name}"
 
