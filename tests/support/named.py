@@ -17,6 +17,11 @@ def source_of(name: str) -> str:
 
 @cache
 def _functions(file: str) -> dict[str, str]:
+    """With their decorators, where the values of a parametrized test are."""
     text = (TESTS / file).read_text()
-    functions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return {node.name: ast.get_source_segment(text, node) or "" for node in functions}
+    lines, found = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min(part.lineno for part in (node, *node.decorator_list))
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
