@@ -12,6 +12,7 @@ ENCODE, INGEST, PACK, TORCH = (f"payload/test_{room}.py::" for room in ("encode"
 LEDGER, SINKS, RUN, REPLAY = (f"orchestrator/test_{room}.py::" for room in ("ledger", "sinks", "run", "replay"))
 STEP, LOST, NODES = (f"trainer/test_{room}.py::" for room in ("step", "lost", "nodes"))
 FETCH, SERVER, PREFLIGHT = "node/test_fetch.py::", "node/test_server.py::", "launcher/test_preflight.py::"
+GATHER = "payload/test_gather.py::"
 
 CASES = {
     "RR-01 the last token has no row": {
@@ -107,7 +108,7 @@ CASES = {
     },
     "RR-33 zigzag": {
         ASSEMBLE + "test_context_parallel_ranks_read_two_ranges_per_sequence": "[0, 1, 6, 7, 8, 11]",
-        "payload/test_gather.py::test_a_rank_of_four_stages_and_two_context_ranks_reads_an_eighth_of_the_pages": "rows[4:12, 12:24]",
+        GATHER + "test_a_rank_of_four_stages_and_two_context_ranks_reads_an_eighth_of_the_pages": "rows[4:12, 12:24]",
     },
     "TK-01 ratios over the kept set": {
         "trainer/test_logprobs.py::test_reference_values": "[-0.313262, -0.440190]",
@@ -164,7 +165,7 @@ CASES = {
     },
     "FR-07 a rank reads its layers and tokens": {
         ASSEMBLE + "test_a_rank_of_four_stages_and_two_context_ranks_reads_an_eighth": "* 8 == full.routing.nbytes",
-        "payload/test_gather.py::test_a_rank_of_four_stages_and_two_context_ranks_reads_an_eighth_of_the_pages": "rows[4:12, 12:24]",
+        GATHER + "test_a_rank_of_four_stages_and_two_context_ranks_reads_an_eighth_of_the_pages": "rows[4:12, 12:24]",
     },
     "FR-09 a hard mode, and a resume": {
         NODES + "test_required_shared_memory_refuses_a_remote_reader": "allows shared memory alone",
