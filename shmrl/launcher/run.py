@@ -122,6 +122,7 @@ def _record(tree: RunTree, rundir: RunDir) -> dict[str, Any]:
         "trainer": tree.trainer_address,
         "inference": tree.inference.engine_urls,
         "envs": servers,
+        "node": tree.node.url,
     }
     return {
         "name": tree.run.name,

@@ -77,6 +77,18 @@ async def test_a_warmup_episode_records_the_demonstration(hosted, spec, arena, e
         arena.discard("run")
 
 
+async def test_an_engine_that_does_not_answer_in_time_fails_the_episode(hosted, spec, arena, engine):
+    engine.open.clear()
+    async with hosted("reverse-text") as (client, _):
+        (task,) = await client.tasks("train", 0, 1)
+        result = await rollout(client, task, spec(timeout_s=0.5))
+        assert (result.success, result.error.type) == (False, "EngineError")
+        await until(lambda: not engine.running)
+        engine.open.set()
+        assert (await rollout(client, task, spec())).success
+        arena.discard("run")
+
+
 async def test_multi_turn_and_session_environments_run_on_one_sequence(hosted, spec, arena):
     for env_id in ("alphabet-sort", "guess-number"):
         async with hosted(env_id) as (client, _):

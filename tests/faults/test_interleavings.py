@@ -327,7 +327,6 @@ def run(where, examples, steps):
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            deadline=None,
             derandomize=short,
             phases=(Phase.generate,) if short else tuple(Phase),
             suppress_health_check=list(HealthCheck),
