@@ -72,13 +72,13 @@ def test_a_broken_connection_is_resumed_behind_the_last_byte(there, here, server
 @pytest.mark.parametrize("nbytes", [24 << 20, pytest.param(1 << 30, marks=pytest.mark.long)])
 def test_a_server_killed_in_the_middle_and_started_again_is_resumed(tmp_path, nbytes):
     data, port, cut = noise(nbytes), free_ports(1), nbytes * 3 // 8
-    capacity = nbytes + (8 << 20)
+    capacity = nbytes * 17 // 16
     with Arena.create(capacity) as there, Arena.create(capacity, backing="file", base=str(tmp_path)) as here:
         handle, nodes, copies = there.put(data), {there.origin: f"http://127.0.0.1:{port}"}, []
         with process(there, port, dies_after=cut) as first:
             fetching = threading.Thread(target=lambda: copies.extend(fetch(here, [handle], nodes, token=TOKEN)))
             fetching.start()
-            first.wait()
+            first.wait(60)
         with process(there, port):
             fetching.join()
             with Client(TOKEN) as client:
