@@ -190,7 +190,9 @@ def test_proxies_of_the_environment_are_not_used(there, here, server, monkeypatc
 
 
 def test_a_copy_of_a_payload_assembles_to_the_same_arrays(there, here, server):
-    sample = encode(there, branches.make(400, 100), tag="run/source/group/0")
+    branch = branches.make(400, 100)
+    branch.rows["head_logprobs"].values[::2, 1:] = -np.inf  # what JSON cannot carry
+    sample = encode(there, branch, tag="run/source/group/0")
     ((original,),) = pack([sample], seq_len=4096, num_ranks=1)
     copies = dict(
         zip(sample.handles, fetch(here, sample.handles, {there.origin: server.url}, token=TOKEN), strict=True)
@@ -198,5 +200,7 @@ def test_a_copy_of_a_payload_assembles_to_the_same_arrays(there, here, server):
     a, b = assemble(there, original, verify=True), assemble(here, moved(original, copies), verify=True)
     assert np.array_equal(a.tokens, b.tokens)
     assert np.array_equal(a.routing, b.routing)
+    assert np.isneginf(b.head_logprobs[100::2, 1:]).all()
+    assert a.head_logprobs.tobytes() == b.head_logprobs.tobytes()
     with pytest.raises(LostPayload, match=r"this is node"):
         assemble(here, original)
