@@ -6,12 +6,14 @@ import os
 import resource
 import signal
 
+import aiohttp
 import psutil
 import pytest
 
+from shmrl.env.sessions.server import SessionServer
 from shmrl.errors import ConfigError, PortInUse, TasksetError, WorkerDied
 from tests.env.conftest import until
-from tests.env.sessions.conftest import serving_sessions
+from tests.env.sessions.conftest import ENVS, Client, serving_sessions, session_config
 from tests.env.test_server import alive
 
 
@@ -252,6 +254,25 @@ async def test_the_http_routes(sessions):
         await socket.ask("reset", {})
         status, full = await client.get("/reset", "POST")
         assert (status, full["data"]["code"], full["data"]["active_sessions"]) == (503, "CAPACITY_REACHED", 1)
+
+
+async def test_alive_is_not_ready(tmp_path):
+    """While the environment loads, liveness and readiness differ, and a session that came early waits."""
+    server = SessionServer(session_config(ENVS + "Gated", {"directory": str(tmp_path)}))
+    running = asyncio.create_task(server.run())
+    await server.bound.wait()
+    async with aiohttp.ClientSession() as http:
+        client = Client(http, server)
+        assert await client.get("/health") == (503, {"status": "unhealthy"})
+        status, facts = await client.get("/healthz")
+        assert (status, facts["alive"], facts["ready"]) == (503, True, False)
+        early = await client.open()
+        (tmp_path / "open").touch()
+        assert (await early.ask("reset", {}))[0] == "observation"
+        assert await client.get("/health") == (200, {"status": "healthy"})
+        client.close()
+        server.stop()
+        await running
 
 
 async def test_a_hung_request_ends_at_its_deadline(sessions):
