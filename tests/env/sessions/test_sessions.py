@@ -90,17 +90,20 @@ async def test_a_hung_step_ends_at_its_deadline_and_nobody_else_notices(sessions
 
 
 async def test_an_idle_session_is_closed_and_never_stepped_again(sessions, tmp_path):
-    async with sessions("Recording", {"directory": str(tmp_path)}, idle_timeout_s=0.3) as client:
-        socket = await client.open()
-        await socket.ask("reset", {"seed": 1})
-        kind, data = await socket.hear()
-        assert (kind, data["code"]) == ("error", "SESSION_ERROR")
-        assert "idle for 0.3 s" in data["message"]
-        await socket.ws.send_str('{"type":"step","data":{"message":"late"}}')
-        assert await socket.closed() == 4408
+    """All places are held by clients that say nothing any more: all are free after the timeout."""
+    async with sessions("Recording", {"directory": str(tmp_path)}, max_concurrent_envs=4, idle_timeout_s=0.5) as client:
+        sockets = [await client.open() for _ in range(4)]
+        for socket in sockets:
+            await socket.ws.send_json({"type": "reset", "data": {"seed": 1}})
+        for socket in sockets:
+            assert (await socket.hear())[0] == "observation"
+            kind, data = await socket.hear()
+            assert (kind, data["code"]) == ("error", "SESSION_ERROR")
+            assert "idle for 0.5 s" in data["message"]
+            await socket.ws.send_str('{"type":"step","data":{"message":"late"}}')
+            assert await socket.closed() == 4408
         await client.free()
-        (file,) = tmp_path.iterdir()
-        assert file.read_text() == "reset\nclose\n"
+        assert [file.read_text() for file in tmp_path.iterdir()] == ["reset\nclose\n"] * 4
 
 
 async def test_a_step_is_no_idleness(sessions):
