@@ -365,3 +365,13 @@ class EnvServerConfig(Table):
     serve: ServeConfig = ServeConfig(address="tcp://127.0.0.1:5000")
     arena: ArenaConfig = ArenaConfig()
     log: Log = Log()
+
+
+class EvalConfig(EnvServerConfig):
+    """One environment of `shmrl eval`: an env server's file, and how its tokens are drawn.
+
+    serve.address and [arena] are not used: the server is one of its own, with an arena of its own.
+    """
+
+    split: Literal["train", "eval"] = "eval"
+    sampling: Sampling = Sampling()
