@@ -105,8 +105,9 @@ def _progress() -> Progress:
 @asynccontextmanager
 async def _hosted(source: EvalConfig) -> AsyncIterator[EnvClient]:
     arena = ArenaConfig(capacity="16MiB")  # nothing goes into it
+    serve = source.serve.model_copy(update={"http": None})
     config = EnvServerConfig(
-        name=source.name, split=source.split, env=source.env, serve=source.serve, arena=arena, log=source.log
+        name=source.name, split=source.split, env=source.env, serve=serve, arena=arena, log=source.log
     )
     async with serve_sidecar(source.env.id, source.env.args, config=config) as client:
         yield client
