@@ -23,6 +23,8 @@ class Eval:
     """Env ids, files of env servers, or a run's file (its eval sources)."""
     model: str
     """A model directory (an engine is started here), or an engine's URL."""
+    url: Annotated[tuple[str, ...], arg(metavar="URL...", help_behavior_hint="")] = ()
+    """Session servers that someone else runs (`openenv:URL` as an env id); they need --env.max-turns."""
     tasks: Annotated[int, arg(aliases=["-n"])] = 5
     """Tasks per environment."""
     rollouts: Annotated[int, arg(aliases=["-r"])] = 3
@@ -40,11 +42,12 @@ class Eval:
         from shmrl.config import Log, load_eval
         from shmrl.launcher.evaluate import Plan, evaluate
 
-        if not self.environments:
-            raise ConfigError("give at least one env id or TOML file")
+        given = [*self.environments, *(f"openenv:{url}" for url in self.url)]
+        if not given:
+            raise ConfigError("give at least one env id, TOML file or --url")
         if min(self.tasks, self.rollouts, self.concurrency) < 1:
             raise ConfigError(f"-n {self.tasks} -r {self.rollouts} -c {self.concurrency}: each is at least 1")
-        sources = [source for given in self.environments for source in load_eval(given, flags)]
+        sources = [source for what in given for source in load_eval(what, flags)]
         begin("eval", Log())
         plan = Plan(
             sources, self.model, self.tasks, self.rollouts, self.concurrency, self.out, self.tokenizer, self.seed

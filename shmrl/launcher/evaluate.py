@@ -9,7 +9,6 @@ end.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import logging
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmrl.config import ArenaConfig, EnvServerConfig, EvalConfig
+from shmrl.env.death import PDEATHSIG, prctl
 from shmrl.env.sidecar import announced, serve_sidecar
 from shmrl.errors import ConfigError, ProcessFailed, RunError, TasksetError
 from shmrl.inference.client import EngineClient
@@ -40,8 +40,6 @@ PASSED = 1.0
 PAGE = 1024
 """Tasks that are asked for at a time."""
 _SERVING = re.compile(rb"serving .* on port (\d+)")
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ def evaluate(plan: Plan) -> int:
 async def _run(plan: Plan, file: RolloutFile) -> None:
     async with AsyncExitStack() as stack:
         engine, model = await stack.enter_async_context(_engine(plan))
-        clients = [await stack.enter_async_context(_hosted(source)) for source in plan.sources]
+        clients = [await stack.enter_async_context(_hosted(source, plan.concurrency)) for source in plan.sources]
         progress = stack.enter_context(_progress())
         hosted = [*zip(plan.sources, clients, strict=True)]
         free = asyncio.Semaphore(plan.concurrency)
@@ -103,13 +101,15 @@ def _progress() -> Progress:
 
 
 @asynccontextmanager
-async def _hosted(source: EvalConfig) -> AsyncIterator[EnvClient]:
+async def _hosted(source: EvalConfig, concurrency: int) -> AsyncIterator[EnvClient]:
+    """A client of the environment's own server. A remote environment has a session per rollout at a time."""
+    args = {**source.env.args, **({"evaluation_sessions": concurrency} if source.env.urls else {})}
     arena = ArenaConfig(capacity="16MiB")  # nothing goes into it
-    serve = source.serve.model_copy(update={"http": None})
+    serve = source.serve.model_copy(update={"http": None, "protocols": []})
     config = EnvServerConfig(
         name=source.name, split=source.split, env=source.env, serve=serve, arena=arena, log=source.log
     )
-    async with serve_sidecar(source.env.id, source.env.args, config=config) as client:
+    async with serve_sidecar(source.env.id, args, config=config) as client:
         yield client
 
 
@@ -175,7 +175,7 @@ async def _spec(url: str, tokenizer: Path | None) -> dict[str, Any]:
 
 
 def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PDEATHSIG, signal.SIGKILL)
 
 
 # ----------------------------------------------------------------------------------------------------------- rollouts

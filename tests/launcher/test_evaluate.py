@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from shmrl.config import TinyModel, load_eval
+from shmrl.env import resolve_env
 from shmrl.errors import ConfigError, ProcessFailed, TasksetError
 from shmrl.launcher.evaluate import Plan, _while_lives, evaluate, render, summary
 from shmrl.launcher.rollout_file import Key, RolloutFile
@@ -92,6 +93,15 @@ def test_the_same_command_completes_a_file_that_was_cut(plan):
     assert sorted(plan.out.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
+def test_a_server_of_someone_else_is_evaluated_by_its_url(plan):
+    url, server = resolve_env("guess-number", {"high": 3})
+    with server:
+        sources = load_eval(f"openenv:{url}", {"env.max-turns": "2", "sampling.max-tokens": "4"})
+        assert evaluate(replace(plan, sources=sources)) == 0
+    assert keys(plan) == [(sources[0].name, i, k) for i in (0, 1) for k in (0, 1)]
+    assert {row["messages"][0]["content"] for row in rows(plan)} == {"1-3"}
+
+
 def test_rollouts_that_failed_are_told_and_tried_again(plan, place, capsys):
     plan = replace(plan, tasks=99)
     assert evaluate(plan) == 1
@@ -143,9 +153,10 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(plan, place)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "m"], "give at least one env id or TOML file"),
+        (["--model", "m"], "give at least one env id, TOML file or --url"),
         (["reverse-text", "--model", "m", "-n", "0"], "-n 0 -r 3 -c 16: each is at least 1"),
         (["reverse-text", "--model", "m", "--sampling.top-q", "1"], "did you mean top_p?"),
+        (["--url", "http://a:1", "--model", "m"], "max_turns is required for openenv:http://a:1"),
         (["nowhere.toml", "--model", "m"], "nowhere.toml"),
     ],
 )
