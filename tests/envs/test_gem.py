@@ -41,7 +41,7 @@ def test_by_id_by_factory_and_by_class_it_is_a_session(gem, env_id, args):
     assert first == environment.make().reset(1 << 40).text
     assert first.startswith("9 sides, ")
     assert session.step("0") == Step("seen", 0.0)
-    assert session.step(first.split()[-1]) == Step("seen", 1.0, done=True)
+    assert session.step(first.split()[-1]) == Step("seen", 1.0, done=True, truncated=True)
 
 
 def test_a_factory_of_ones_own_may_return_one(gem, tmp_path, monkeypatch):
