@@ -1,4 +1,4 @@
-"""`Arena`: files, growth, statistics and messages, around the hot half in the binding (`_arena.Core`).
+"""`Arena`: files, growth and statistics, around the hot half in the binding (`_arena.Core`).
 
 The launcher, or the node server of a node, creates; everybody attaches. Each process of a run has one, for life.
 """
