@@ -6,7 +6,8 @@ episode and never a server. Payload bytes do not travel here: they are in the ar
 
 Ranks and orchestrator exchange maps with a `kind`:
 
-    rank -> orchestrator   hello      {rank, world, token, step}           step: completed steps (0, or the resumed one)
+    rank -> orchestrator   hello      {rank, world, token, step, sender}   step: completed steps (0, or the resumed one)
+                                                                           sender: rank 0's port for broadcast weights
                            published  {version, path}                      rank 0, after the rename
                            report     {step, mode, metrics}                rank 0, when the step is durable
     orchestrator -> rank   warmup     {step, micro_batches, loss_tokens}   supervised, before version 0

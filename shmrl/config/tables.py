@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from shmrl.units import parse_bytes, parse_shares
 
@@ -24,6 +24,18 @@ PROCESS_SLOTS = 256  # of an arena
 LONGEST_TAG = 112  # bytes of a block's tag
 FETCHED = "fetched"  # the source of copies of other nodes' blocks, in their tags
 SPILL_AFTER_S = 0.5  # arena.timeout_s where writers may spill
+
+
+def _reachable(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if host in ("0.0.0.0", "[::]", "*") or int(port) > 65535:
+        raise ValueError("a host that others can reach it by, and a port")
+    return address
+
+
+HostPort = Annotated[
+    str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}$"), AfterValidator(_reachable)
+]  # port 0: a free one
 
 
 class Table(BaseModel):
@@ -182,7 +194,7 @@ class NodeConfig(Table):
     certificate, key: files (PEM) that make it an https server. ca: the file that other nodes' servers are checked by.
     """
 
-    address: Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}$")] | None = None
+    address: HostPort | None = None
     certificate: Path | None = None
     key: Path | None = None
     ca: Path | None = None
@@ -194,9 +206,8 @@ class NodeConfig(Table):
 
     @model_validator(mode="after")
     def _servable(self) -> NodeConfig:
-        host, _, port = (self.address or "localhost:1").rpartition(":")
-        if host in ("0.0.0.0", "[::]", "*") or not 0 < int(port) < 65536:
-            raise ValueError(f"address = {self.address!r}: a host that other nodes can reach, and a port")
+        if self.address is not None and not int(self.address.rpartition(":")[2]):
+            raise ValueError(f"address = {self.address!r}: its ranks could not tell the port")
         if (self.certificate is None) != (self.key is None) or (self.certificate and not self.address):
             raise ValueError("certificate and key belong together, and to an address")
         return self
@@ -228,7 +239,9 @@ class Inference(Table):
 
     With backend = "vllm", `python` is the interpreter that has vLLM (default: this one), and every key of
     `[inference.vllm]` becomes an argument of its server: `tensor_parallel_size = 2` is `--tensor-parallel-size 2`.
-    colocate: engine and trainer share GPUs: the engine sleeps while a step is trained.
+    colocate: engine and trainer share GPUs: the engine sleeps while a step is trained. weight_transfer: "files": vLLM
+    reads what the trainer publishes, through shared memory on one host, else `run.output_dir`; "broadcast": rank 0
+    sends it to every vLLM, by NCCL between GPUs, else gloo, and no file system is shared.
     """
 
     backend: Literal["embedded", "vllm"] = "embedded"
@@ -244,6 +257,7 @@ class Inference(Table):
     max_logprobs: Positive = 64
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     update_mode: Literal["wait", "keep", "abort"] = "keep"
+    weight_transfer: Literal["files", "broadcast"] = "files"
     colocate: bool = False
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
 
@@ -252,6 +266,8 @@ class Inference(Table):
         given = [key for key, value in (("python", self.python), ("[inference.vllm]", self.vllm)) if value]
         if self.backend != "vllm" and (given or self.colocate):
             raise ValueError(f"{', '.join([*given, *['colocate'] * self.colocate])}: only with backend = 'vllm'")
+        if self.weight_transfer == "broadcast" and (self.backend != "vllm" or self.colocate):
+            raise ValueError("weight_transfer = 'broadcast': only with backend = 'vllm', and without colocate")
         if given and self.urls:
             raise ValueError(f"{' and '.join(given)} are for an engine started here, and urls names others")
         for key in (key.replace("-", "_") for key in self.vllm):
