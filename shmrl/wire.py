@@ -6,16 +6,18 @@ episode and never a server. Payload bytes do not travel here: they are in the ar
 
 Ranks and orchestrator exchange maps with a `kind`:
 
-    rank -> orchestrator   hello      {rank, world, token, step}           step: completed steps (0, or the resumed one)
+    rank -> orchestrator   hello      {rank, world, token, step, sender}   step: completed steps (0, or the resumed one)
+                                                                           sender: rank 0's port for broadcast weights
                            published  {version, path}                      rank 0, after the rename
                            report     {step, mode, metrics}                rank 0, when the step is durable
     orchestrator -> rank   warmup     {step, micro_batches, loss_tokens}   supervised, before version 0
                            begin      {version}                            publish this version, then expect steps
-                           step       {step, run_id, micro_batches, loss_tokens, state}
+                           step       {step, run_id, micro_batches, loss_tokens, state, nodes}
                            finish     {}                                   checkpoint and exit 0
 
 `micro_batches` are this rank's own references; `loss_tokens` is the estimate over all ranks (the trainer counts again);
-`state` is the orchestrator's part of the checkpoint.
+`state` is the orchestrator's part of the checkpoint; `nodes`, only where some are elsewhere, says whose server has the
+blocks of which arena: {Handle.origin: url}.
 """
 
 from __future__ import annotations

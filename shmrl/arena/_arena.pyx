@@ -231,6 +231,12 @@ cdef class View:
         tail = PyBytes_FromStringAndSize(<const char *> self.at + start, n) if n else b""
         return tail, b.crc, not (b.word >> 16) & SRL_UNCHECKED
 
+    def _place(self):
+        """(whether it is in a file of its own, where it begins there or in the arena's data), for sendfile."""
+        if self.mapped:
+            return True, <uintptr_t> self.at - <uintptr_t> self.file
+        return False, <uintptr_t> self.at - <uintptr_t> self.core.data
+
     def __reduce__(self):
         raise TypeError("a view is memory of this process; send its handle")
 
@@ -301,6 +307,14 @@ cdef class Block:
         elif checksum:
             tail = self.core._fill(self, NULL, False, True, &crc)
         return self._publish(tail, crc, checksum)
+
+    def _seal_as(self, bytes tail, uint32_t crc, bint checked):
+        """Publishes a copy of another block -> Handle: what lies behind that one, and the crc in its descriptor."""
+        if not self.open:
+            raise ValueError("the block was sealed or freed already")
+        self.core._alive()
+        cdef uint32_t n = self._append(tail, &crc) if tail else 0
+        return self._publish(n, crc, checked)
 
     cdef uint32_t _append(self, bytes tail, uint32_t *crc) except? 0:
         cdef Py_ssize_t n = len(tail)
@@ -538,6 +552,21 @@ cdef class Core:
         memcpy(&out.generation, raw + 14, 4)
         memcpy(&out.nonce, raw + 24, 8)
         return 0
+
+    @property
+    def origin(self):
+        """What `Handle.origin` says of every block of this arena."""
+        return self._handle(0, 0, 0, 0).origin
+
+    def _is_freed(self, handle):
+        """Whether the handle's block is known to be no more; False also for one that never was. ForeignArena."""
+        cdef Parts p
+        self._parts(handle, &p)
+        if p.slot >= srl_table_used(&self.a):
+            return False
+        cdef uint64_t word = self.a.blocks[p.slot].word
+        cdef uint32_t now = <uint32_t> (word >> 32)
+        return now > p.generation or (now == p.generation and (word >> 28 & 15) >= SRL_RETIRED)
 
     def _mine(self, handle):
         """The handle as one of this arena. TypeError, ForeignArena."""
@@ -885,9 +914,6 @@ cdef class Core:
         self._alive()
         return <uintptr_t> self.data, self.data_nbytes
 
-    def _handle_from(self, slot, generation, nonce, nbytes):
-        return self._handle(slot, generation, nonce, nbytes)
-
     def _others_alive(self):
         return srl_others_alive(&self.a, &self.live) != 0
 
@@ -935,17 +961,10 @@ cdef class Core:
                     max_pages=self.a.max_pages, max_blocks=self.a.max_blocks, table_committed=h.table_committed,
                     table_step=h.table_step, huge=h.huge)
 
-    def _stats(self, exact):
-        """The pinned counters. exact: under the allocator's lock."""
+    def _drain(self):
+        """Gives back what releases left pending while the allocator's lock was taken, unless it is again."""
         self._alive()
-        cdef srl_stats s
         srl_drain_if_free(&self.a)
-        if exact:
-            self._locked()
-        srl_get_stats(&self.a, &s)
-        if exact:
-            srl_unlock(&self.a)
-        return counters(&s)
 
     def _window(self, bint data):
         """Our own mapping of ctl, or of data, for an inspector: its page tables are warm."""
@@ -974,20 +993,6 @@ cdef class Core:
         if rc == -ETIMEDOUT:
             self._raise_stalled(5.0)
         return check(rc, "lock:")
-
-    def _fsck(self):
-        """Every invariant of ctl, under the allocator's lock -> one line per fault."""
-        self._alive()
-        cdef bytearray text = bytearray(65536)
-        cdef Py_buffer raw
-        PyObject_GetBuffer(text, &raw, PyBUF_SIMPLE)
-        try:
-            self._locked()
-            found = srl_fsck(&self.a, <char *> raw.buf, 65536)
-            srl_unlock(&self.a)
-        finally:
-            PyBuffer_Release(&raw)
-        return fault_lines(bytes(text), found)
 
 
 cdef object _listed(object handles):

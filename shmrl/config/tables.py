@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from shmrl.units import parse_bytes, parse_shares
 
@@ -22,7 +22,20 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PROCESS_SLOTS = 256  # of an arena
 LONGEST_TAG = 112  # bytes of a block's tag
+FETCHED = "fetched"  # the source of copies of other nodes' blocks, in their tags
 SPILL_AFTER_S = 0.5  # arena.timeout_s where writers may spill
+
+
+def _reachable(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if host in ("0.0.0.0", "[::]", "*") or int(port) > 65535:
+        raise ValueError("a host that others can reach it by, and a port")
+    return address
+
+
+HostPort = Annotated[
+    str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}$"), AfterValidator(_reachable)
+]  # port 0: a free one
 
 
 class Table(BaseModel):
@@ -35,6 +48,7 @@ class Restarts(Table):
     """`[run.restarts]`: how often a role that dies is started again in place, the arena kept, before the run ends."""
 
     inference: Count = 0
+    node: Count = 3
 
 
 class Run(Table):
@@ -110,7 +124,9 @@ class ArenaConfig(Table):
     is 60, or 0.5 with "spill": a file costs less than a long wait, and groups are held back while room is to come.
     shares: what sources can count on, fractions of the capacity (0.5) or sizes ("2GiB"); beyond it they borrow what
     is idle. retain_steps: how many of the last steps keep their blocks after their use, for `shmrl replay export` and
-    for ranks that go back to a checkpoint.
+    for ranks that go back to a checkpoint. fetch_capacity: what copies of other nodes' blocks can count on, as in
+    shares. transport: "required" refuses a run whose trainer would have to fetch blocks over HTTP, "preferred" takes
+    shared memory where it can.
     """
 
     address: str | None = None
@@ -128,6 +144,13 @@ class ArenaConfig(Table):
     orphan_ttl_s: Annotated[float, Field(gt=0, le=1 << 31)] = 600.0
     retain_steps: Count = 0
     shares: dict[str, float | int | str] = {}
+    fetch_capacity: float | int | str | None = None
+    transport: Literal["required", "preferred"] = "preferred"
+
+    @property
+    def guaranteed(self) -> dict[str, float | int | str]:
+        """`shares`, and that of the copies: "fetched" is the source in their tags."""
+        return self.shares if self.fetch_capacity is None else {**self.shares, FETCHED: self.fetch_capacity}
 
     @model_validator(mode="before")
     @classmethod
@@ -143,10 +166,10 @@ class ArenaConfig(Table):
 
     @model_validator(mode="after")
     def _shares(self) -> ArenaConfig:
-        sizes = [source for source, share in self.shares.items() if not isinstance(share, float)]
+        sizes = [source for source, share in self.guaranteed.items() if not isinstance(share, float)]
         if sizes and self.capacity is None:
             raise ValueError(f"shares of {', '.join(sizes)} are sizes: they need capacity (or give fractions, as 0.5)")
-        parse_shares(self.shares, 1 << 47 if self.capacity is None else parse_bytes(self.capacity))
+        parse_shares(self.guaranteed, 1 << 47 if self.capacity is None else parse_bytes(self.capacity))
         return self
 
     @model_validator(mode="after")
@@ -161,6 +184,32 @@ class ArenaConfig(Table):
             raise ValueError(
                 "base (a directory, of a mount that holds the arena) belongs to backing = 'file', and only there"
             )
+        return self
+
+
+class NodeConfig(Table):
+    """`[node]`: the server that other nodes read this node's blocks from, and that fetches theirs, once for all ranks.
+
+    address: "host:port" at which other nodes reach it; without it there is no server, and ranks fetch by themselves.
+    certificate, key: files (PEM) that make it an https server. ca: the file that other nodes' servers are checked by.
+    """
+
+    address: HostPort | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    @property
+    def url(self) -> str | None:
+        """Of this node's own server."""
+        return self.address and f"{'https' if self.certificate else 'http'}://{self.address}"
+
+    @model_validator(mode="after")
+    def _servable(self) -> NodeConfig:
+        if self.address is not None and not int(self.address.rpartition(":")[2]):
+            raise ValueError(f"address = {self.address!r}: its ranks could not tell the port")
+        if (self.certificate is None) != (self.key is None) or (self.certificate and not self.address):
+            raise ValueError("certificate and key belong together, and to an address")
         return self
 
 
@@ -190,7 +239,9 @@ class Inference(Table):
 
     With backend = "vllm", `python` is the interpreter that has vLLM (default: this one), and every key of
     `[inference.vllm]` becomes an argument of its server: `tensor_parallel_size = 2` is `--tensor-parallel-size 2`.
-    colocate: engine and trainer share GPUs: the engine sleeps while a step is trained.
+    colocate: engine and trainer share GPUs: the engine sleeps while a step is trained. weight_transfer: "files": vLLM
+    reads what the trainer publishes, through shared memory on one host, else `run.output_dir`; "broadcast": rank 0
+    sends it to every vLLM, by NCCL between GPUs, else gloo, and no file system is shared.
     """
 
     backend: Literal["embedded", "vllm"] = "embedded"
@@ -206,6 +257,7 @@ class Inference(Table):
     max_logprobs: Positive = 64
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     update_mode: Literal["wait", "keep", "abort"] = "keep"
+    weight_transfer: Literal["files", "broadcast"] = "files"
     colocate: bool = False
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
 
@@ -214,6 +266,8 @@ class Inference(Table):
         given = [key for key, value in (("python", self.python), ("[inference.vllm]", self.vllm)) if value]
         if self.backend != "vllm" and (given or self.colocate):
             raise ValueError(f"{', '.join([*given, *['colocate'] * self.colocate])}: only with backend = 'vllm'")
+        if self.weight_transfer == "broadcast" and (self.backend != "vllm" or self.colocate):
+            raise ValueError("weight_transfer = 'broadcast': only with backend = 'vllm', and without colocate")
         if given and self.urls:
             raise ValueError(f"{' and '.join(given)} are for an engine started here, and urls names others")
         for key in (key.replace("-", "_") for key in self.vllm):

@@ -23,11 +23,13 @@ from shmrl.config.tables import (
     Address,
     ArenaConfig,
     Count,
+    HostPort,
     Inference,
     Log,
     ModelConfig,
     Monitor,
     Name,
+    NodeConfig,
     Port,
     Positive,
     Run,
@@ -79,13 +81,19 @@ class StaticPool(Table):
 
 
 class ServeConfig(Table):
-    """`[serve]`: how one environment is hosted. A source's address is derived unless it is given."""
+    """`[serve]`: how one environment is hosted. A source's address is derived unless it is given.
+
+    http: "host:port" where a server with an arena of its own serves the arena's blocks to clients on other hosts.
+    sandbox: where the environment runs what a model wrote; environments that do refuse to load without one.
+    """
 
     address: Address | None = None
+    http: HostPort | None = None
     pool: StaticPool = StaticPool()
     max_concurrent: Positive = 1024
     request_timeout_s: Annotated[float, Field(ge=0)] = 300.0
     restart_budget: Count = 5
+    sandbox: Literal["bwrap"] | None = None
 
 
 class Source(Table):
@@ -206,6 +214,7 @@ class RunTree(Table):
     model: ModelConfig
     warmup: Warmup = Warmup()
     arena: ArenaConfig = ArenaConfig()
+    node: NodeConfig = NodeConfig()
     inference: Inference = Inference()
     orchestrator: Orchestrator
     trainer: Trainer = Trainer()
@@ -229,12 +238,14 @@ class RunTree(Table):
         run = self.run.model_copy(update={"output_dir": self.run.output_dir.resolve()})
         path = self.model.path and self.model.path.resolve()
         base = self.arena.base and self.arena.base.resolve()
+        files = {name: file.resolve() for name in ("certificate", "key", "ca") if (file := getattr(self.node, name))}
         python = self.inference.python and self.inference.python.absolute()  # a venv's is a link: it must stay one
         return self.model_copy(
             update={
                 "run": run,
                 "model": self.model.model_copy(update={"path": path}),
                 "arena": self.arena.model_copy(update={"base": base}),
+                "node": self.node.model_copy(update=files),
                 "inference": self.inference.model_copy(update={"python": python}),
             }
         )
@@ -260,12 +271,13 @@ class RunTree(Table):
 
     @property
     def shared_weights(self) -> Path | None:
-        """Directory in shared memory through which ranks hand weights to a vLLM on this host; else None.
+        """Directory in shared memory where ranks publish weights for a vLLM on this host, or for rank 0 to broadcast.
 
-        Files there are mapped by the engine's workers: no disk, no copy through a socket.
+        Else None. Files there are mapped by who reads them: no disk, no copy through a socket.
         """
         hosts = {urlsplit(url).hostname for url in self.inference.urls}
-        if self.inference.backend != "vllm" or not hosts <= {"127.0.0.1", "::1", "localhost"}:
+        here = hosts <= {"127.0.0.1", "::1", "localhost"} or self.inference.weight_transfer == "broadcast"
+        if self.inference.backend != "vllm" or not here:
             return None
         return Path("/dev/shm") / f"shmrl-weights-{os.getuid()}-{self.socket_dir.name}"
 
@@ -312,6 +324,8 @@ class RunTree(Table):
             tag = f"{self.run.name}/{name}/0000-e00000000.0000000/0000"
             if len(tag) > LONGEST_TAG:
                 problems.append(f"run.name and source name are too long together: {tag!r} exceeds {LONGEST_TAG} bytes")
+        for name in (source.name for _, source in self.sources if source.serve.http is not None):
+            problems.append(f"{name}'s serve.http is for a server started by hand: a run's servers share its arena")
         names = [source.name for _, source in self.sources]
         for name in self.arena.shares:
             if name not in names:
@@ -319,7 +333,8 @@ class RunTree(Table):
                 hint = f"did you mean {close[0]}?" if close else f"sources are {', '.join(names)}"
                 problems.append(f"arena.shares.{name}: no source has this name; {hint}")
         spawned = [source.serve.pool.workers + 1 for _, source in self.sources if source.serve.address is None]
-        processes = sum(spawned) + self.trainer.ranks + 2  # launcher and orchestrator
+        # launcher, orchestrator and node server
+        processes = sum(spawned) + self.trainer.ranks + 2 + (self.node.address is not None)
         if processes > PROCESS_SLOTS:
             problems.append(
                 f"{processes:,} processes would attach to the arena, which has {PROCESS_SLOTS} places: lower "
@@ -356,3 +371,9 @@ class EnvServerConfig(Table):
     serve: ServeConfig = ServeConfig(address="tcp://127.0.0.1:5000")
     arena: ArenaConfig = ArenaConfig()
     log: Log = Log()
+
+    @model_validator(mode="after")
+    def _http(self) -> EnvServerConfig:
+        if self.serve.http is not None and self.arena.address is not None:
+            raise ValueError("serve.http belongs to a server with an arena of its own, without arena.address")
+        return self

@@ -31,6 +31,7 @@ import setproctitle
 from shmrl.arena import Arena
 from shmrl.arena.waiting import giving_up
 from shmrl.config.tables import Log
+from shmrl.env import sandbox
 from shmrl.env.chat import chat_format
 from shmrl.env.interface import Environment, Episode
 from shmrl.env.link import Link
@@ -58,7 +59,7 @@ class Worker:
         self.link, self.settings, self.tasks, self.arena = link, settings, tasks, arena
         self.environment = tasks.environment
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._engines: dict[tuple[str, ...], EngineClient] = {}
+        self._engines: dict[tuple[tuple[str, ...], float], EngineClient] = {}
         self._encoders = ThreadPoolExecutor(ENCODERS, "encode")
         self._lag_s = 0.0
 
@@ -177,12 +178,13 @@ class Worker:
             return ScriptedModel(spec, chat, lambda messages: demonstrate(task, messages), max_turns=max_turns)
         if keep == "eval":  # nothing is trained on it, so nothing is captured
             spec = replace(spec, fields=(), head=0)
-        return Model(spec, chat, self._engine(spec.urls), seed=seed, max_turns=max_turns)
+        return Model(spec, chat, self._engine(spec.urls, spec.timeout_s), seed=seed, max_turns=max_turns)
 
-    def _engine(self, urls: tuple[str, ...]) -> EngineClient:
-        if urls not in self._engines:
-            self._engines[urls] = EngineClient(list(urls))
-        return self._engines[urls]
+    def _engine(self, urls: tuple[str, ...], timeout_s: float) -> EngineClient:
+        key = (urls, timeout_s)
+        if key not in self._engines:
+            self._engines[key] = EngineClient(urls, timeout_s=timeout_s)
+        return self._engines[key]
 
     async def _result(self, task: Task, model: Model, episode: Episode, keep: str, tag: str) -> EpisodeResult:
         """The episode's scores, and references to its branches, which are in the arena from here on."""
@@ -310,6 +312,7 @@ def _fatal(error: BaseException) -> bytes:
 
 async def _load(settings: Mapping[str, Any]) -> TaskSet:
     """The environment, set up, and its tasks, the first one read: what is wrong with them shows before any episode."""
+    sandbox.use(settings["sandbox"])
     registry = import_module("shmrl.envs.registry")  # environments stand above this room: they are met by name only
     environment: Environment = registry.load(settings["env_id"], settings["env_args"])
     await environment.setup()

@@ -34,6 +34,7 @@ class TrainerLink:
         self._num_ranks, self._token = num_ranks, token
         self._peers: dict[int, bytes] = {}  # rank -> its socket's identity
         self._steps: dict[int, int] = {}  # rank -> the step of its hello
+        self._sender: int | None = None  # the port where rank 0 broadcasts weights
         self._arrived: dict[tuple[str, int], dict[str, Any]] = {}  # (kind, step or version) -> message
         self._changed = asyncio.Event()
         self._failure: RunError | None = None
@@ -91,6 +92,8 @@ class TrainerLink:
         elif self._training and step != self.completed:
             self._failure = RunError(f"rank {rank} came back at step {step}, after step {self.completed} was completed")
         self._peers[rank], self._steps[rank] = identity, step
+        if rank == 0:
+            self._sender = message.get("sender")
 
     # --- waits ---------------------------------------------------------------------------------------------------
 
@@ -106,6 +109,12 @@ class TrainerLink:
         if len(set(self._steps.values())) > 1:
             raise RunError(f"the trainer's ranks stand at different steps: {dict(sorted(self._steps.items()))}")
         self._training, self.completed = True, self._steps[0]
+
+    async def sender(self) -> int:
+        """The port where rank 0 broadcasts weights, once it has said hello."""
+        while self._sender is None:
+            await self._next_change()
+        return self._sender
 
     async def published(self, version: int) -> str:
         """The directory of policy version `version`, once rank 0 has published it."""

@@ -133,5 +133,7 @@ class Source:
             "fields": list(tree.captured),
             "head": tree.trainer.head,
             "max_model_len": tree.inference.max_model_len,
+            "logprobs_mode": tree.inference.logprobs_mode,
             "derive_masks": self.derive_masks,
+            "timeout_s": tree.inference.request_timeout_s,
         }

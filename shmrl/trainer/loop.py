@@ -21,6 +21,7 @@ from shmrl.config import RunTree
 from shmrl.config.rundir import latest_checkpoint
 from shmrl.config.tables import Trainer
 from shmrl.errors import RunError
+from shmrl.inference.vllm.plugin.shmrl_broadcast import Sender
 from shmrl.node.host import read_token, require_arena
 from shmrl.payload import micro_batches_from_wire
 from shmrl.trainer import checkpoint, lora, weights
@@ -67,10 +68,12 @@ class RankLoop:
             checkpoint.restore(tree, ranks, self.step, self._policy, self._stepper.optimizer)
         self._saved = self.step
         self._state: dict[str, Any] = {}  # the orchestrator's part of the next checkpoint
-        token = read_token(tree.arena)
+        broadcasts = ranks.rank == 0 and tree.inference.weight_transfer == "broadcast"
+        self._sender = Sender(ranks.device) if broadcasts else None
+        fixed = {"kind": "hello", "rank": ranks.rank, "world": ranks.world, "token": read_token(tree.arena)}
 
         def hello() -> dict[str, Any]:
-            return {"kind": "hello", "rank": ranks.rank, "world": ranks.world, "token": token, "step": self.step}
+            return {**fixed, "step": self.step, "sender": self._sender and self._sender.port}
 
         self._link = OrchestratorLink(tree.trainer_address, hello, tree.orchestrator.connect_timeout_s)
 
@@ -90,6 +93,9 @@ class RankLoop:
             self._save()
         finally:
             self._link.close()
+            if self._sender is not None:
+                self._sender.close()
+            self._stepper.close()
             if self._pinned is not None:
                 self._pinned.close()
 
@@ -99,7 +105,10 @@ class RankLoop:
         if self.step:
             raise RunError(f"a warm-up step arrived after step {self.step}")
         self._warmed = True
-        metrics = self._stepper.run(message["step"], _batches(message), lr=self._tree.warmup.lr, warmup=True)
+        nodes = message.get("nodes", {})
+        metrics = self._stepper.run(
+            message["step"], _batches(message), lr=self._tree.warmup.lr, warmup=True, nodes=nodes
+        )
         self._report(message["step"], "warmup", metrics)
 
     def _begin(self, message: dict[str, Any]) -> None:
@@ -123,9 +132,8 @@ class RankLoop:
             raise RunError(f"step {step} arrived after step {self.step}")
         if self._pinned is not None:
             self._pinned.extend()
-        metrics = self._stepper.run(
-            step, _batches(message), lr=learning_rate(self._tree.trainer, self._tree.run.max_steps, step)
-        )
+        lr = learning_rate(self._tree.trainer, self._tree.run.max_steps, step)
+        metrics = self._stepper.run(step, _batches(message), lr=lr, nodes=message.get("nodes", {}))
         self.step, self._state = step, message["state"]
         began = time.monotonic()
         self._announce(self._publish())

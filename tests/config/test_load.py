@@ -1,5 +1,7 @@
 """One tree, every fault at once, flags as TOML values, a dump that reads back equal."""
 
+from pathlib import Path
+
 import pytest
 
 from shmrl.config import dump_toml, env_server_from, load_env_server, load_run
@@ -202,6 +204,45 @@ def test_shares_are_read_as_they_are_written(tmp_path):
 )
 def test_shares_that_cannot_be_fail_while_loading(tmp_path, table, message):
     assert any(message in problem for problem in problems(tmp_path, GOOD + f"[arena]\n{table}\n"))
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ("[node]\naddress = '0.0.0.0:7070'", "a host that others can reach it by, and a port"),
+        ("[node]\naddress = '10.0.0.5:70700'", "a host that others can reach it by, and a port"),
+        ("[node]\naddress = '10.0.0.5:0'", "its ranks could not tell the port"),
+        ("[node]\naddress = '10.0.0.5'", "node.address = '10.0.0.5'"),
+        ("[node]\naddress = '10.0.0.5:7070'\ncertificate = 'c.pem'", "certificate and key belong together"),
+        ("[node]\ncertificate = 'c.pem'\nkey = 'k.pem'", "belong together, and to an address"),
+        ("[arena]\ntransport = 'rdma'", "arena.transport = 'rdma'"),
+        ("[arena]\nfetch_capacity = '1GiB'", "shares of fetched are sizes: they need capacity"),
+        ("[arena]\nshares = {a = 0.7}\nfetch_capacity = 0.5", "exceed the capacity"),
+    ],
+)
+def test_a_node_that_cannot_be_fails_while_loading(tmp_path, tables, message):
+    assert any(message in problem for problem in problems(tmp_path, GOOD + tables + "\n"))
+
+
+def test_serve_http_is_for_a_server_with_an_arena_of_its_own(tmp_path):
+    text = "[env]\nid = 'reverse-text'\n[serve]\nhttp = '10.0.0.5:7071'\n"
+    assert load_env_server([write(tmp_path, text)]).serve.http == "10.0.0.5:7071"
+    with pytest.raises(ConfigError, match=r"serve\.http belongs to a server with an arena of its own"):
+        load_env_server([write(tmp_path, text + "[arena]\naddress = 'shm:ab'\n")])
+    with pytest.raises(ConfigError, match=r"a's serve\.http is for a server started by hand"):
+        load_run([write(tmp_path, GOOD)], {"orchestrator.train.source.0.serve.http": "10.0.0.5:7071"})
+
+
+def test_a_node_server_has_a_url_and_the_copies_a_share(tmp_path):
+    assert load_run([write(tmp_path, GOOD)]).node.url is None
+    text = GOOD + "[arena]\nshares = {a = 0.5}\nfetch_capacity = 0.25\n[node]\naddress = '[::1]:7070'\n"
+    tree = load_run([write(tmp_path, text)])
+    assert tree.node.url == "http://[::1]:7070"
+    assert tree.arena.guaranteed == {"a": 0.5, "fetched": 0.25}
+    tls = {"node.certificate": "c.pem", "node.key": "k.pem", "node.ca": "/ca.pem"}
+    tree = load_run([write(tmp_path, text)], tls).absolute()
+    assert tree.node.url == "https://[::1]:7070"
+    assert (tree.node.key, str(tree.node.ca)) == (Path("k.pem").resolve(), "/ca.pem")
 
 
 def test_writers_that_may_spill_wait_half_a_second_unless_told_otherwise(tmp_path):

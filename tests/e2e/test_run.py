@@ -1,5 +1,6 @@
 """`shmrl run` from start to end on a tiny model: files, numbers, exit codes, nothing left."""
 
+import resource
 import signal
 import time
 
@@ -8,7 +9,7 @@ import pytest
 
 from shmrl.node.host import read_token
 from tests.support.clock import wait_until
-from tests.support.runs import ROOT, RUN, START_S, TINY, slow, with_model
+from tests.support.runs import ROOT, RUN, START_S, TINY, free_ports, slow, with_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -29,7 +30,8 @@ class Broken(Environment):
 
 
 def test_two_runs_with_three_sources_each_side_by_side(run):
-    first, second = (run(MULTI_ENV, sources=3, **STRICT, **{"trainer.ranks": ranks}).start() for ranks in (2, 1))
+    node = {"node.address": f"127.0.0.1:{free_ports(1)}"}  # the first has a node server beside it
+    first, second = (run(MULTI_ENV, sources=3, **STRICT, **more).start() for more in (node, {"trainer.ranks": 1}))
     token = wait_until(lambda: _token(first), START_S, "the token")
     first.wait_for_step(1)
     assert not [one.pid for one in psutil.process_iter(["cmdline"]) if token in " ".join(one.info["cmdline"] or ())]
@@ -40,6 +42,9 @@ def test_two_runs_with_three_sources_each_side_by_side(run):
         _check_files(one)
         _check_metrics(one.metrics())
     assert {first.record()["addresses"]["arena"]} != {second.record()["addresses"]["arena"]}
+    assert first.record()["addresses"]["node"] == f"http://{node['node.address']}"
+    assert "serving blocks of shm:" in (first.output_dir / "logs" / "latest" / "node.log").read_text()
+    assert not (second.output_dir / "logs" / "latest" / "node.log").exists()
     for path in first.output_dir.rglob("*"):
         assert path.is_dir() or token.encode() not in path.read_bytes(), f"{path} contains the run's token"
 
@@ -112,10 +117,10 @@ def test_a_task_set_that_raises_ends_the_run_with_its_traceback(run):
 
 def test_an_unknown_environment_exits_with_two_and_starts_nothing(run):
     one = run(text=TINY.replace('"reverse-text"', '"revers-text"'))
-    started = time.monotonic()
-    code, output = one.start().finish(20)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    code, output = one.start().finish(60)
     assert (code, "did you mean reverse-text?" in output) == (2, True), output
-    assert time.monotonic() - started < 2
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2  # of its own: the machine may be busy
     assert not one.output_dir.exists()
 
 

@@ -74,6 +74,18 @@ async def test_a_warmup_episode_records_the_demonstration(hosted, spec, arena, e
         arena.discard("run")
 
 
+async def test_an_engine_that_does_not_answer_in_time_fails_the_episode(hosted, spec, arena, engine):
+    engine.open.clear()
+    async with hosted("reverse-text") as (client, _):
+        (task,) = await client.tasks("train", 0, 1)
+        result = await rollout(client, task, spec(timeout_s=0.5))
+        assert (result.success, result.error.type) == (False, "EngineError")
+        await until(lambda: not engine.running)
+        engine.open.set()
+        assert (await rollout(client, task, spec())).success
+        arena.discard("run")
+
+
 async def test_multi_turn_and_session_environments_run_on_one_sequence(hosted, spec, arena):
     for env_id in ("alphabet-sort", "guess-number"):
         async with hosted(env_id) as (client, _):
@@ -147,10 +159,10 @@ async def test_failures_are_data_and_leave_nothing(hosted, spec, arena, engine):
         assert (unsendable.success, unsendable.error.type) == (False, "ProtocolError")
         engine.masks = False
         masks = await rollout(client, Task("2", {"text": "a"}), spec())
-        assert (masks.success, masks.error.type, masks.samples) == (False, "PayloadError", ())
+        assert (masks.success, masks.error.type, masks.samples) == (False, "MissingField", ())
         engine.masks, engine.routing = True, False
         routing = await rollout(client, Task("3", {"text": "a"}), spec())
-        assert (routing.error.type, "routing" in routing.error.message) == ("PayloadError", True)
+        assert (routing.error.type, "routing" in routing.error.message) == ("MissingField", True)
         assert (await rollout(client, Task("4", {"text": "a"}), spec(), keep="maybe")).error.type == "EnvError"
         assert "unknown ['colour']" in (await rollout(client, Task("5", {"text": "a"}), spec(colour=1))).error.message
         with pytest.raises(ProtocolError, match=r"\$\.task\[1\]\.big"):

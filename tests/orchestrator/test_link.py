@@ -25,8 +25,8 @@ class Rank:
     async def say(self, **message):
         await self.socket.send(wire.pack(message))
 
-    async def hello(self, rank, world=1, token=TOKEN, step=0):
-        await self.say(kind="hello", rank=rank, world=world, token=token, step=step)
+    async def hello(self, rank, world=1, token=TOKEN, step=0, **more):
+        await self.say(kind="hello", rank=rank, world=world, token=token, step=step, **more)
 
     async def hear(self):
         return wire.unpack(await asyncio.wait_for(self.socket.recv(), 10))
@@ -155,3 +155,17 @@ async def test_a_rank_that_reconnects_is_the_same_and_one_that_lost_steps_is_not
 async def test_an_address_that_cannot_be_bound_says_so(tmp_path):
     with pytest.raises(RunError, match="cannot bind"):
         TrainerLink(f"ipc://{tmp_path}/{'x' * 120}/trainer.sock", 1, None)
+
+
+async def test_rank_0_says_where_it_broadcasts_weights_also_after_it_came_back(link_of):
+    link, connect = link_of(2)
+    asking = asyncio.ensure_future(link.sender())
+    await connect().hello(1, world=2, sender=None)
+    await connect().hello(0, world=2, sender=4321)
+    assert await asyncio.wait_for(asking, 10) == 4321
+    await link.hellos(10)
+    again = connect()
+    await again.hello(0, world=2, sender=4322)
+    await again.say(kind="published", version=0, path="/w")  # what comes after it
+    await link.published(0)
+    assert await link.sender() == 4322

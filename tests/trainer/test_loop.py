@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shmrl.config import dump_toml
 from shmrl.config.rundir import latest_checkpoint
 from shmrl.errors import RunError
+from shmrl.inference.vllm.plugin.shmrl_broadcast import receive
 from shmrl.trainer.checkpoint import checkpoint_dir
 from shmrl.trainer.loop import RankLoop
 from shmrl.trainer.parallel import Ranks
@@ -193,6 +194,25 @@ def test_a_resumed_rank_is_equal_bit_for_bit(make_tree, arena, branches, orchest
     run_rank(tree, True, train(orchestrator, arena, branches, (3, 4), 2))
     assert torch.equal(weights_of(tree.weights_dir(4)), straight)
     assert tree.weights_dir(2).exists()  # `begin` writes what is missing
+
+
+def test_rank_0_broadcasts_what_it_has_published(make_tree, orchestrate, run_rank):
+    tree = make_tree()
+    inference = tree.inference.model_copy(update={"backend": "vllm", "weight_transfer": "broadcast"})
+    tree = tree.model_copy(update={"inference": inference})
+    orchestrator = orchestrate(tree)
+
+    def part():
+        port = orchestrator.greet()[0]["sender"]
+        orchestrator.tell(kind="begin", version=0)
+        path = orchestrator.expect("published")["path"]
+        (received,) = receive("127.0.0.1", port, "transfer", path, 1, 2, torch.device("cpu"))
+        (file,) = tree.initial_weights.glob("*.safetensors")
+        with os.fdopen(received, "rb") as arrived:
+            assert arrived.read() == file.read_bytes()
+        orchestrator.tell(kind="finish")
+
+    run_rank(tree, False, part)
 
 
 def test_messages_out_of_order_stop_the_rank(make_tree, arena, branches, orchestrate, run_rank):
