@@ -26,15 +26,21 @@ FETCHED = "fetched"  # the source of copies of other nodes' blocks, in their tag
 SPILL_AFTER_S = 0.5  # arena.timeout_s where writers may spill
 
 
-def _reachable(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    if host in ("0.0.0.0", "[::]", "*") or int(port) > 65535:
+def _port(address: str) -> str:
+    if int(address.rpartition(":")[2]) > 65535:
+        raise ValueError("a host that others can reach it by, and a port")
+    return address
+
+
+def reachable(address: str) -> str:
+    """The address; ValueError for a wildcard, which nobody can connect to."""
+    if address.rpartition(":")[0] in ("0.0.0.0", "[::]", "*"):
         raise ValueError("a host that others can reach it by, and a port")
     return address
 
 
 HostPort = Annotated[
-    str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}$"), AfterValidator(_reachable)
+    str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}$"), AfterValidator(_port)
 ]  # port 0: a free one
 
 
@@ -194,7 +200,7 @@ class NodeConfig(Table):
     certificate, key: files (PEM) that make it an https server. ca: the file that other nodes' servers are checked by.
     """
 
-    address: HostPort | None = None
+    address: Annotated[HostPort, AfterValidator(reachable)] | None = None
     certificate: Path | None = None
     key: Path | None = None
     ca: Path | None = None

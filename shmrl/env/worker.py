@@ -11,8 +11,6 @@ import asyncio
 import faulthandler
 import logging
 import math
-import os
-import select
 import signal
 import socket
 import sys
@@ -33,6 +31,7 @@ from shmrl.arena.waiting import giving_up
 from shmrl.config.tables import Log
 from shmrl.env import sandbox
 from shmrl.env.chat import chat_format
+from shmrl.env.death import die_with
 from shmrl.env.interface import Environment, Episode
 from shmrl.env.link import Link
 from shmrl.env.model import Model, ModelSpec, ScriptedModel
@@ -352,25 +351,11 @@ async def _main(end: socket.socket) -> int:
     return 0
 
 
-def _die_with(end: socket.socket) -> None:
-    """A thread that ends this process and its children when the server hangs up, even if the event loop is stuck."""
-    watch = select.poll()
-    watch.register(end.fileno(), select.POLLRDHUP)
-
-    def wait() -> None:
-        watch.poll()
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
-
-    threading.Thread(target=wait, name="death", daemon=True).start()
-
-
 def main(argv: list[str]) -> int:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when its workers stop
     end = socket.socket(fileno=int(argv[0]))
-    _die_with(end)
+    die_with(end)
     return asyncio.run(_main(end))
 
 
