@@ -62,8 +62,8 @@ SLOW = RUN.replace('"reverse-text", args = {', '"tests.support.slow_env:SlowReve
 
 
 @functools.cache
-def slow():
-    """SLOW with the path of one model, made once for all tests, so that their runs start sooner."""
+def _model_path():
+    """The model of MODEL, made once for all tests, so that their runs start sooner."""
     directory = Path(tempfile.mkdtemp(prefix="shmrl-test-model-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     (directory / "run.toml").write_text(TINY)
@@ -71,7 +71,18 @@ def slow():
         dump_toml(load_run([directory / "run.toml"], {"run.output-dir": str(directory)}))
     )
     subprocess.run(tiny_model_command(directory / "resolved.toml"), check=True, cwd=ROOT)
-    return f'{SLOW}\n[model]\npath = "{directory}/weights/step_0"\n'
+    return directory / "weights" / "step_0"
+
+
+def with_model(text, engine=None):
+    """`text` with the path of a model that is there already, and with an engine that is."""
+    if engine is not None:
+        text = text.replace("[inference]", f'[inference]\nurls = ["{engine.url}"]')
+    return f'{text}\n[model]\npath = "{_model_path()}"\n'
+
+
+def slow():
+    return with_model(SLOW)
 
 
 def free_ports(count):
