@@ -113,7 +113,9 @@ class Orchestrator:
         self.evals = [EvalSink(s, self.ledger, self.episodes, self.attempt) for s in self.sources if s.split == "eval"]
         self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
         self.policy = Policy(self.engine, tree)
-        self.link = TrainerLink(tree.trainer_address, tree.trainer.ranks, token)
+        self.link = TrainerLink(
+            tree.trainer_address, tree.trainer.ranks, token, self.shipped, returning=tree.run.restarts.trainer > 0
+        )
         self.lag = LoopLag()
         self.report = StepReport(tree, self.arena, self.episodes, self.sources, self.lag)
 
@@ -134,7 +136,7 @@ class Orchestrator:
             self.report.write({"step": 0, **await self._evaluate(0)})
         await self._steps(step)
         await self._stop_episodes()
-        await self.link.broadcast({"kind": "finish"})
+        await self.link.finish()
         self._let_go(self.tree.run.max_steps)
         self.drained = True
 
@@ -172,8 +174,7 @@ class Orchestrator:
 
     async def _begin(self, version: int) -> None:
         """The ranks publish the version to start from; the engines serve it before any episode starts."""
-        await self.link.broadcast({"kind": "begin", "version": version})
-        await self._serve(await self.link.published(version), version)
+        await self._serve(await self.link.begin(version, self.dispatcher.state()), version)
 
     async def _serve(self, path: str, version: int) -> None:
         await self.policy.serve(path, version)
@@ -235,7 +236,8 @@ class Orchestrator:
         record = self.report.begin(batch, collect_s, sum(map(len, messages)))
         where = str(tree.run.output_dir), str(tree.arena.address)
         self.shipped.add(ShippedStep(step, tree.run.name, *where, record, tuple(messages)))
-        await self._send(messages)
+        for rank in range(tree.trainer.ranks):
+            await self.link.catch_up(rank)
         await self._complete(step)
 
     async def _complete(self, step: int) -> None:
@@ -261,21 +263,19 @@ class Orchestrator:
                 self.ledger.let_go(step)
                 self.shipped.let_go(step)
 
-    async def ship(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> None:
-        """Pack, arm the done sets, send every rank its references."""
-        await self._send(self._armed(kind, step, samples, extra))
+    async def ship_warmup(self, step: int, samples: Sequence[Sample]) -> None:
+        """Send every rank its references of a warm-up step."""
+        self.link.warmed_up = True
+        for rank, raw in enumerate(self._armed("warmup", step, samples, {})):
+            await self.link.send(rank, raw)
 
     def _armed(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> list[bytes]:
-        """The message of each rank, for blocks that are armed for their readers."""
+        """Pack the samples and arm the done sets of their blocks; the message of each rank."""
         groups, size = self._packed(samples), self.tree.trainer.context_parallel
         ranks = [micros for micros in groups for _ in range(size)]  # neighbours share their sequences
         self.ledger.ship(groups, step, readers=size)
         common = {"kind": kind, "step": step, "loss_tokens": sum(sample.S for sample in samples), **extra}
         return [wire.pack({**common, "micro_batches": micro_batches_to_wire(micros)}) for micros in ranks]
-
-    async def _send(self, messages: Sequence[bytes]) -> None:
-        for rank, raw in enumerate(messages):
-            await self.link.send(rank, raw)
 
     def _packed(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         return pack(

@@ -61,9 +61,19 @@ TINY = RUN + MODEL
 SLOW = RUN.replace('"reverse-text", args = {', '"tests.support.slow_env:SlowReverseText", args = { delay_s = 0.7,')
 
 
-@functools.cache
 def slow():
-    """SLOW with the path of one model, made once for all tests, so that their runs start sooner."""
+    """SLOW with the path of the model that all tests share."""
+    return f'{SLOW}\n[model]\npath = "{_model()}"\n'
+
+
+def fast():
+    """RUN with the path of the model that all tests share."""
+    return f'{RUN}\n[model]\npath = "{_model()}"\n'
+
+
+@functools.cache
+def _model():
+    """One model, made once for all tests, so that their runs start sooner."""
     directory = Path(tempfile.mkdtemp(prefix="shmrl-test-model-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     (directory / "run.toml").write_text(TINY)
@@ -71,7 +81,7 @@ def slow():
         dump_toml(load_run([directory / "run.toml"], {"run.output-dir": str(directory)}))
     )
     subprocess.run(tiny_model_command(directory / "resolved.toml"), check=True, cwd=ROOT)
-    return f'{SLOW}\n[model]\npath = "{directory}/weights/step_0"\n'
+    return directory / "weights" / "step_0"
 
 
 def free_ports(count):

@@ -1,0 +1,66 @@
+"""kill -9 of the trainer in a run that may restart it: it goes on as if nothing had happened, on the same bytes."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from shmrl.orchestrator import replay
+from tests.support.clock import wait_until
+from tests.support.runs import START_S, fast
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+STEPS = [1, 2, 3, 4, 5, 6]
+DYING = fast().replace("[trainer]", '[trainer]\nloss = { kind = "custom", path = "tests.support.dying:record" }')
+
+
+def lives(directory):
+    """{(step, rank, number): [arrays of each process that read it]}"""
+    found = defaultdict(list)
+    for path in sorted(directory.glob("*.npz"), key=lambda path: path.stat().st_mtime):
+        step, rank, number, _ = map(int, path.stem.split("-"))
+        with np.load(path) as file:
+            found[step, rank, number].append({name: file[name] for name in file.files})
+    return found
+
+
+def test_a_trainer_killed_between_assembly_and_release_reads_the_same_bytes_again(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHMRL_TEST_READ", str(tmp_path))
+    monkeypatch.setenv("SHMRL_TEST_DIES", "5:1")
+    settings = {"run.restarts.trainer": 1, "trainer.checkpoint.interval": 3, "arena.retain_steps": 2}
+    one = run(text=DYING, **settings, **{"trainer.ranks": 2, "orchestrator.seq_len": 128}).start()
+    wait_until((tmp_path / "died").exists, START_S, "the death of a rank")
+    file = tmp_path / "step_4"
+    replay.export(4, one.output_dir, file, None)  # while the trainer is away
+    code, output = one.finish()
+    assert code == 0, output
+    assert "restarting trainer (1 of 1)" in output
+    one.assert_nothing_left()
+    assert [line["step"] for line in one.metrics()] == STEPS
+    assert sum(line["payload/dropped_micro_batches"] for line in one.metrics()) == 0
+
+    read = lives(tmp_path)
+    assert {step: {len(arrays) for place, arrays in read.items() if place[0] == step} for step in STEPS} == {
+        1: {1}, 2: {1}, 3: {1}, 4: {2}, 5: {2}, 6: {1},
+    }  # fmt: skip
+    for place, (first, *others) in read.items():
+        for again in others:
+            assert list(again) == list(first)
+            assert all(again[name].tobytes() == array.tobytes() for name, array in first.items()), place
+    _check_exported(file, {place: arrays[0] for place, arrays in read.items() if place[0] == 4})
+
+
+def _check_exported(file, read):
+    """A fresh process says the digests of what the ranks read."""
+    command = [sys.executable, "-m", "shmrl", "replay", "assemble", str(file), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert {row["array"]: row["sha256"] for row in json.loads(done.stdout)["arrays"]} == {
+        f"{rank}:{number}/{name}": hashlib.sha256(array.tobytes()).hexdigest()
+        for (_, rank, number), arrays in read.items()
+        for name, array in arrays.items()
+    }
