@@ -56,6 +56,8 @@ def process_table(tree: RunTree, rundir: RunDir, *, resume: bool = False) -> lis
             final=True,
             drains=True,
             console=True,
+            restarts=tree.run.restarts.orchestrator,
+            again=again,
         )
     )
     if not tree.inference.urls:

@@ -45,6 +45,9 @@ class TrainerLink:
         self._had: dict[int, int] = {}  # rank -> the last step that it has completed or was sent
         self._finished: set[int] = set()  # ranks that have written their last checkpoint
         self._standing = b""  # what every rank is told, whenever it comes
+        self.unreported: int | None = None  # the step that an orchestrator before this one shipped and had no report of
+        self.begun = False  # some rank serves a run that has begun: this orchestrator has come after another one
+        self.saved = False  # the ranks start from a checkpoint
         self.warmed_up = False  # a warm-up was sent: nobody can start from the initial weights any more
         self._arrived: dict[tuple[str, int], dict[str, Any]] = {}  # (kind, step or version) -> message
         self._changed = asyncio.Event()
@@ -107,8 +110,14 @@ class TrainerLink:
         rank, world, step = int(message["rank"]), int(message["world"]), int(message["step"])
         if world != self._num_ranks or not 0 <= rank < world:
             raise RunError(f"rank {rank} of {world} said hello; trainer.ranks = {self._num_ranks}")
+        phase = str(message["phase"])
         if self._training:
-            self._check_return(rank, step, str(message["phase"]))
+            self._check_return(rank, step, phase)
+        elif phase == "warming":
+            raise RunError(f"rank {rank} is in a warm-up whose orchestrator is gone: there is nothing to go on from")
+        else:
+            self.begun |= phase == "begun"
+            self.saved |= phase == "saved"
         self._peers[rank], self._had[rank] = identity, step
         self._finished.discard(rank)
         if (report := message["report"]) is not None:
@@ -141,7 +150,8 @@ class TrainerLink:
     # --- waits ---------------------------------------------------------------------------------------------------
 
     async def hellos(self, timeout_s: float) -> None:
-        """Wait for every rank, then `completed` is the step they stand at. RunError: not all came, or they disagree."""
+        """Wait for every rank; then `completed` is the step they stand at, or the one before if that is `unreported`.
+        RunError: not all came, or they disagree."""
         deadline = time.monotonic() + timeout_s
         while len(self._peers) < self._num_ranks:
             try:
@@ -151,7 +161,7 @@ class TrainerLink:
                 raise RunError(f"no hello from trainer ranks {missing} within {timeout_s:g} s") from None
         if len(set(self._had.values())) > 1:
             raise RunError(f"the trainer's ranks stand at different steps: {dict(sorted(self._had.items()))}")
-        self._training, self.completed = True, self._had[0]
+        self._training, self.completed = True, self._had[0] - (self._had[0] == self.unreported)
 
     async def published(self, version: int) -> str:
         """The directory of policy version `version`, once rank 0 has published it."""

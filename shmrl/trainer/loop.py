@@ -71,7 +71,8 @@ class RankLoop:
         self._saved = self.step
         self._state: dict[str, Any] = {}  # the orchestrator's part of the next checkpoint
         self._token = read_token(tree.arena)
-        self._link = OrchestratorLink(tree.trainer_address, self._hello, tree.orchestrator.connect_timeout_s)
+        patience_s, returning = tree.orchestrator.connect_timeout_s, tree.run.restarts.orchestrator > 0
+        self._link = OrchestratorLink(tree.trainer_address, self._hello, patience_s, returning=returning)
 
     def _hello(self) -> dict[str, Any]:
         """Who this is and where it stands; rank 0 repeats its last report, which may have been lost with a process."""

@@ -1,17 +1,23 @@
-"""kill -9 of the trainer in a run that may restart it: it goes on as if nothing had happened, on the same bytes."""
+"""kill -9 of the trainer or the orchestrator in a run that may restart it: it goes on as if nothing had happened."""
 
 import hashlib
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
 
+from shmrl.arena import inspect
+from shmrl.errors import ForeignArena
 from shmrl.orchestrator import replay
 from tests.support.clock import wait_until
-from tests.support.runs import START_S, fast
+from tests.support.runs import START_S, fast, slow
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -64,3 +70,65 @@ def _check_exported(file, read):
         for (_, rank, number), arrays in read.items()
         for name, array in arrays.items()
     }
+
+
+def test_a_killed_orchestrator_is_followed_by_one_that_adopts_what_was_finished(run):
+    one = run(text=slow(), **{"run.restarts.orchestrator": 1}).start()
+    one.wait_for_step(2)
+    address, (pid,) = one.record()["addresses"]["arena"], one.pids("orchestrator")
+    stopped = wait_until(lambda: _stopped_with_finished_groups(pid, address), 60, "a finished group")
+    finished, unfinished, since = stopped
+    os.kill(pid, signal.SIGKILL)
+    events = _events(one, address, since)
+    code, output = one.finish()
+    assert code == 0, output
+    assert "restarting orchestrator (1 of 1)" in output
+    one.assert_nothing_left()
+    lines = one.metrics()
+    assert [line["step"] for line in lines] == STEPS
+    assert [line["episodes/shipped"] for line in lines] == [16] * 6
+    assert sum(line["episodes/failed"] + line["payload/dropped_micro_batches"] for line in lines) == 0
+    log = (one.output_dir / "logs" / "latest" / "orchestrator.log").read_text()
+    (adopted,) = re.findall(r"adopted (\d+) groups that were finished and not shipped", log)
+    assert int(adopted) == len(finished) // 4
+
+    assert max(events["free"].values()) == 1
+    assert {block: (events["ship"][block] > 0, events["free"][block]) for block in finished} == dict.fromkeys(
+        finished, (True, 1)
+    )
+    assert {block: (events["ship"][block], events["free"][block]) for block in unfinished} == dict.fromkeys(
+        unfinished, (0, 1)
+    )
+
+
+def _stopped_with_finished_groups(pid, address):
+    """The orchestrator is stopped: blocks of groups that are finished and not shipped, those of groups that are not
+    finished, and the number of the next event; False, and it goes on, if none is finished."""
+    os.kill(pid, signal.SIGSTOP)
+    groups = defaultdict(list)
+    with inspect.look(address) as seen:
+        for row in seen.rows(inspect.Filter(state="ready")):
+            if "shipped" not in row["flags"] and row["owner"].startswith("orchestrator "):
+                groups[row["tag"].rpartition("/")[0]].append((row["slot"], row["generation"]))
+        since = 1 + seen.events()[-1]["number"]
+    finished = {block for blocks in groups.values() if len(blocks) == 4 for block in blocks}
+    if finished:
+        return finished, {block for blocks in groups.values() if len(blocks) < 4 for block in blocks}, since
+    os.kill(pid, signal.SIGCONT)
+    return False
+
+
+def _events(one, address, first):
+    """{event: how often it happened to (slot, generation)} until the run is over."""
+    found = defaultdict(Counter)
+    while one.process.poll() is None:
+        try:
+            with inspect.look(address) as seen:
+                events = seen.events(first)
+        except ForeignArena:
+            break
+        for event in events:
+            found[event["event"]][event["slot"], event["generation"]] += 1
+            first = event["number"] + 1
+        time.sleep(0.05)  # the ring keeps 4,096 events
+    return found
