@@ -187,6 +187,27 @@ async def test_a_rank_that_comes_back_is_sent_what_it_has_not_had_the_same_bytes
     await asyncio.wait_for(finishing, 10)
 
 
+async def test_a_successor_waits_for_the_step_that_was_shipped_and_not_reported(link_of):
+    """One rank has trained it, the other has never heard of it: it gets it, and the report comes with a hello."""
+    link, connect = link_of(2)
+    link.steps.add(shipped(5, 2))
+    link.unreported = 5
+    ahead, behind = connect(), connect()
+    await behind.hello(1, world=2, step=4, phase="begun")
+    assert await behind.hear() == {"kind": "step", "step": 5, "for": 1}
+    await ahead.hello(0, world=2, step=5, phase="begun", report={"path": "/w", "metrics": {"train/loss": 5}})
+    await link.hellos(10)
+    assert (link.completed, link.begun) == (4, True)
+    assert (await link.published(5), await link.report(5, "train"), link.completed) == ("/w", {"train/loss": 5}, 5)
+
+
+async def test_a_warm_up_whose_orchestrator_is_gone_cannot_go_on(link_of):
+    link, connect = link_of(2)
+    await connect().hello(0, world=2, phase="warming")
+    with pytest.raises(RunError, match="rank 0 is in a warm-up whose orchestrator is gone"):
+        await link.hellos(10)
+
+
 async def test_a_rank_that_is_away_is_awaited_only_where_it_comes_back(link_of):
     for returning in (False, True):
         link, connect = link_of(1, returning=returning)
