@@ -302,11 +302,11 @@ int srl_adopt(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
     }
 }
 
-/* READY -> RETIRED if the word is still `w`. The caller finishes, or holds the block itself. */
-bool srl_retire(srl_arena *a, srl_block *b, uint64_t w) {
+/* READY -> RETIRED if the word is still `w`. The caller finishes, or holds the block itself. kind: of the event. */
+bool srl_retire(srl_arena *a, srl_block *b, uint64_t w, unsigned kind) {
     if (!srl_cas_sc(&b->word, w, SRL_WITH_STATE(w, SRL_RETIRED)))
         return false;
-    srl_event_note(a, SRL_DID_RETIRE, (uint32_t)(b - a->blocks), SRL_GEN(w), srl_load_relaxed(&b->nbytes));
+    srl_event_note(a, kind, (uint32_t)(b - a->blocks), SRL_GEN(w), srl_load_relaxed(&b->nbytes));
     return true;
 }
 
@@ -316,7 +316,7 @@ int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
         int rc = owned_word(a, slot, gen, nonce, true, &w);
         if (rc)
             return rc;
-        if (srl_retire(a, srl_at(a, slot), w)) {
+        if (srl_retire(a, srl_at(a, slot), w, SRL_DID_RETIRE)) {
             srl_finish(a, srl_at(a, slot));
             return 0;
         }
@@ -372,7 +372,7 @@ static int done_held(srl_arena *a, srl_block *b, uint32_t gen, uint32_t reader) 
     srl_or_sc(word_of_bit(b->done, reader), mask_of_bit(reader));
     srl_event_note(a, SRL_DID_DONE, (uint32_t)(b - a->blocks), gen, reader);
     while (SRL_STATE(w) == SRL_READY && SRL_GEN(w) == gen && srl_done_complete(b)) {
-        if (srl_retire(a, b, w))
+        if (srl_retire(a, b, w, SRL_DID_RETIRE))
             break;
         w = srl_load_sc(&b->word);
     }
@@ -405,9 +405,12 @@ static bool discard_one(srl_arena *a, srl_block *b, const char *prefix, uint32_t
             return false;
         if (!tag_under(b, prefix, len)) /* the tag belongs to exactly this word if the CAS succeeds */
             return false;
-        if (!ready && srl_cas_sc(&b->word, w, w | (uint64_t)SRL_DISCARDED << 16))
+        if (!ready && srl_cas_sc(&b->word, w, w | (uint64_t)SRL_DISCARDED << 16)) {
+            srl_event_note(a, SRL_DID_DISCARD, (uint32_t)(b - a->blocks), SRL_GEN(w),
+                           srl_load_relaxed(&b->nbytes));
             return true;
-        if (ready && srl_retire(a, b, w)) {
+        }
+        if (ready && srl_retire(a, b, w, SRL_DID_DISCARD)) {
             srl_finish(a, b);
             return true;
         }

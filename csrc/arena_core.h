@@ -67,7 +67,7 @@ typedef struct {
 
 typedef struct {
     uint64_t blocks, used_bytes, peak_bytes, committed_bytes, capacity_bytes, created, freed, orphaned,
-        spilled, spilled_bytes, waits;
+        orphaned_bytes, spilled, spilled_bytes, waits;
 } srl_stats;
 
 /* What bytes are added up by. A key is text, or 8 bytes: step (-1 none), process (SRL_NONE: an orphan), age. */
@@ -107,6 +107,7 @@ uint64_t srl_now_ns(int clock);
 void srl_event_note(srl_arena *a, unsigned kind, uint32_t slot, uint32_t gen, uint64_t detail);
 unsigned srl_events_since(const srl_arena *a, uint64_t first,
                           srl_event *out); /* out[SRL_EVENTS], oldest first */
+bool srl_event_ending(const srl_arena *a, uint32_t slot, uint32_t gen, srl_event *out);
 
 /* the allocator's lock and the queue for space, arena_lock.c. deadline_ns: CLOCK_MONOTONIC, 0 = do not wait
  */
@@ -151,7 +152,7 @@ int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce);
 int srl_ship(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t readers, int64_t step);
 int srl_done(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t reader);
 int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t len);
-bool srl_retire(srl_arena *a, srl_block *b, uint64_t w);
+bool srl_retire(srl_arena *a, srl_block *b, uint64_t w, unsigned kind);
 void srl_finish(srl_arena *a, srl_block *b);
 void srl_drain(srl_arena *a); /* under the lock: returns every pending block */
 bool srl_done_complete(const srl_block *b);

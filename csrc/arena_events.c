@@ -41,3 +41,20 @@ unsigned srl_events_since(const srl_arena *a, uint64_t first, srl_event *out) {
         n += read_one(a->events + first % SRL_EVENTS, first, out + n);
     return n;
 }
+
+static bool is_ending(uint64_t mark) {
+    unsigned kind = mark >> 8 & 255;
+    return kind == SRL_DID_RETIRE || kind == SRL_DID_DISCARD || kind == SRL_DID_EXPIRE;
+}
+
+/* How this generation of a block ended; false: it has not, or that event is no longer there. */
+bool srl_event_ending(const srl_arena *a, uint32_t slot, uint32_t gen, srl_event *out) {
+    uint64_t block = (uint64_t)gen << 32 | slot, number = srl_load_acquire(&a->h->events);
+    for (unsigned left = SRL_EVENTS; number && left; left--) {
+        number--;
+        if (read_one(a->events + number % SRL_EVENTS, number, out) && out->block == block &&
+            is_ending(out->mark))
+            return true;
+    }
+    return false;
+}

@@ -37,7 +37,7 @@
 #include <stdint.h>
 
 #define SRL_MAGIC         UINT64_C(0x31616e6572616c72) /* "rlarena1" */
-#define SRL_VERSION       5 /* any change below bumps it; attach refuses every other one */
+#define SRL_VERSION       6 /* any change below bumps it; attach refuses every other one */
 #define SRL_MAX_PROCESSES 256
 #define SRL_PAGE          65536u
 #define SRL_TAG_MAX       112
@@ -128,6 +128,8 @@ enum srl_event_kind {
     SRL_DID_TAKE_OVER, /* slot: the dead owner of the lock */
     SRL_DID_FILL,      /* no room for nbytes: the asker waits or is refused */
     SRL_DID_SPILL,     /* reserved in a file instead of in data */
+    SRL_DID_DISCARD,   /* retired by its tag; before it was sealed: will be, instead of being sealed */
+    SRL_DID_EXPIRE,    /* retired as an orphan older than the ttl */
 };
 
 /* mark = number:48 | kind:8 | process:8, stored last; event `number` is in record number % SRL_EVENTS */

@@ -29,7 +29,7 @@ static bool settle(srl_arena *a, uint32_t slot, uint32_t p) {
         return false;
     case SRL_READY:
         if (flags & SRL_SHIPPED && srl_done_complete(b))
-            srl_retire(a, b, w);
+            srl_retire(a, b, w, SRL_DID_RETIRE);
         else if (SRL_OWNER(w) == p && !(flags & SRL_ORPHAN))
             orphan(a, b, w);
         else
@@ -76,7 +76,7 @@ int64_t srl_expire_orphans(srl_arena *a) {
         if (SRL_STATE(w) != SRL_READY || !(SRL_FLAGS(w) & SRL_ORPHAN) ||
             srl_load_relaxed(&b->orphan_ns) + ttl > now)
             continue;
-        if (srl_retire(a, b, w)) {
+        if (srl_retire(a, b, w, SRL_DID_EXPIRE)) {
             srl_finish(a, b);
             n++;
         }

@@ -188,7 +188,10 @@ static void count_block(srl_stats *out, const srl_block *b, uint64_t w, uint64_t
     unsigned state = SRL_STATE(w);
     out->blocks += state != SRL_FREEING;
     out->used_bytes += span;
-    out->orphaned += state == SRL_READY && SRL_FLAGS(w) & SRL_ORPHAN;
+    if (state == SRL_READY && SRL_FLAGS(w) & SRL_ORPHAN) {
+        out->orphaned++;
+        out->orphaned_bytes += span;
+    }
     if (SRL_FLAGS(w) & SRL_SPILLED) {
         out->spilled++;
         out->spilled_bytes += srl_load_relaxed(&b->offset);

@@ -72,9 +72,10 @@ class PeerDied(ArenaError):
 class PeerStalled(ArenaError):
     """A live process held the allocator's lock past the deadline (stopped, or starved)."""
 
-    def __init__(self, name: str, pid: int, held_s: float) -> None:
-        self.name, self.pid, self.held_s = name, pid, held_s
-        super().__init__(f"{name} (pid {pid}) has held the arena's lock for {held_s:.1f} s and is alive")
+    def __init__(self, name: str, pid: int, held_s: float, stopped: bool = False) -> None:
+        self.name, self.pid, self.held_s, self.stopped = name, pid, held_s, stopped
+        state = f"stopped (kill -CONT {pid})" if stopped else "alive"
+        super().__init__(f"{name} (pid {pid}) has held the arena's lock for {held_s:.1f} s and is {state}")
 
 
 class TooManyProcesses(ArenaError):
@@ -117,6 +118,10 @@ class PayloadError(ShmrlError):
 
 class LostPayload(ShmrlError):
     """A referenced block is gone or was discarded. Names the block and whose it was."""
+
+
+class NodeError(ShmrlError):
+    """A node server could not be reached in time, or refused. Names its url and what was tried."""
 
 
 # -------------------------------------------------------------------------------------------- engines, environments

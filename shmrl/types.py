@@ -82,6 +82,11 @@ class Handle(bytes):
         return int.from_bytes(self[6:10], "little")
 
     @property
+    def origin(self) -> str:
+        """Which arena of which node it is of, as 16 hexadecimal digits: the key of a step's table of node servers."""
+        return self[2:10].hex()
+
+    @property
     def slot(self) -> int:
         """Index of the block's descriptor."""
         return int.from_bytes(self[10:14], "little")

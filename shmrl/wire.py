@@ -12,7 +12,7 @@ Ranks and orchestrator exchange maps with a `kind`:
                            finished   {rank}                               after the last checkpoint
     orchestrator -> rank   warmup     {step, micro_batches, loss_tokens}   supervised, before version 0
                            begin      {version, state}                     publish this version, then expect steps
-                           step       {step, run_id, micro_batches, loss_tokens, state}
+                           step       {step, run_id, micro_batches, loss_tokens, state, nodes}
                            finish     {}                                   checkpoint and exit 0
 
 A hello says how many steps the rank has completed (`step`), where its weights are from (`phase`: new, the initial ones;
@@ -20,7 +20,8 @@ saved, a checkpoint; warming, a warm-up under way; begun, a run that has begun),
 reported last (`report`: {path, metrics}, or None), for an orchestrator that has not heard it.
 
 `micro_batches` are this rank's own references; `loss_tokens` is the estimate over all ranks (the trainer counts again);
-`state` is the orchestrator's part of the checkpoint.
+`state` is the orchestrator's part of the checkpoint; `nodes`, only where some are elsewhere, says whose server has the
+blocks of which arena: {Handle.origin: url}.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from tests.support import leftovers, private_shm
+from tests.support import leftovers, private
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 leftovers.mark_descendants()
-private_shm.enter()
+private.enter()
 
 
 @pytest.fixture(autouse=True)

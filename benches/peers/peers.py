@@ -8,6 +8,7 @@ from benches.peers import (
     arena,
     http_server,
     iceoryx,
+    node,
     ray_store,
     segments,
     tensors,
@@ -23,6 +24,7 @@ PEERS: list[Peer] = [
     tensors.PEER,
     zmq_messages.PEER,
     *http_server.PEERS,
+    node.PEER,
     ray_store.PEER,
     transfer_queue.PEER,
 ]

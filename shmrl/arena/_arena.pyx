@@ -18,6 +18,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.number cimport PyNumber_Index
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.errno cimport EAGAIN, EBUSY, ENOENT, ENOSPC, EPERM, ESTALE, ETIMEDOUT
+from libc.math cimport INFINITY
 from libc.stdint cimport uintptr_t
 from libc.string cimport memchr, memcpy, memset
 from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED
@@ -49,7 +50,7 @@ cdef extern from "fcntl.h" nogil:
 cdef uint64_t RELEASE_GIL_FROM = 65536  # bytes: shorter copies are over before another thread could start
 cdef uint64_t LOCK_NS = 5_000_000_000  # how long cold operations wait for the allocator's lock
 cdef uint64_t HUGE_PAGE = 2 << 20
-cdef uint64_t NO_DEADLINE = (<uint64_t> 1) << 62
+cdef double LONGEST_S = 1e9  # of a wait: thirty years are for ever
 cdef uint64_t LOOK_AHEAD = 64 << 20  # bytes: with less free, the next step is committed in the background
 cdef uint8_t VERSION = HANDLE_VERSION
 cdef object make_bytes = bytes.__new__  # Handle() itself is a call into Python
@@ -76,20 +77,27 @@ ERRORS = {
 }
 
 
-cdef int check(int rc, object what) except -1:
-    """The one place where a C code becomes an exception; `what` is the handle or the operation."""
+cdef int check(int rc, object what, str more="") except -1:
+    """The one place where a C code becomes an exception; `what` is the handle or the operation, `more` what is known
+    beyond the code."""
     if rc >= 0:
         return 0
     kind, text = ERRORS.get(rc, (ArenaError, f"error {-rc}"))
-    if isinstance(what, bytes):
-        what = Handle(what)  # raw bytes serve as a handle; people read its parts
-    raise kind(f"{what!r} {text}")
+    text = more or text
+    name = repr(Handle(what)) if isinstance(what, bytes) else what  # raw bytes serve as a handle; people read its parts
+    raise kind(f"{name} {text}")
 
 
-cdef inline uint64_t deadline_of(object timeout_s):
-    if timeout_s is None:
-        return NO_DEADLINE
-    return srl_now_ns(CLOCK_MONOTONIC) + <uint64_t> (max(0.0, min(float(timeout_s), 1e9)) * 1e9)
+cdef inline double seconds_of(object timeout_s) except? -1:
+    """None is for ever. ValueError for NaN, which is before no deadline."""
+    cdef double seconds = INFINITY if timeout_s is None else timeout_s
+    if seconds != seconds:
+        raise ValueError("timeout_s=nan: seconds, or None for ever")
+    return seconds
+
+
+cdef inline uint64_t deadline_of(double timeout_s):
+    return srl_now_ns(CLOCK_MONOTONIC) + <uint64_t> (max(0.0, min(timeout_s, LONGEST_S)) * 1e9)
 
 
 cdef uint8_t *map_aligned(int fd, uint64_t nbytes):
@@ -109,9 +117,8 @@ cdef uint8_t *map_aligned(int fd, uint64_t nbytes):
     return at
 
 
-cdef str text_of(const char *words, Py_ssize_t room):
-    """A text field of ctl, which may have lost its end."""
-    return PyBytes_FromStringAndSize(words, room).split(b"\0", 1)[0].decode(errors="replace")
+cdef str ended(unsigned kind):
+    return "discarded" if kind == SRL_DID_DISCARD else "freed as an orphan" if kind == SRL_DID_EXPIRE else "freed"
 
 
 cdef uint64_t column_tail(uint64_t nbytes):
@@ -224,6 +231,12 @@ cdef class View:
         tail = PyBytes_FromStringAndSize(<const char *> self.at + start, n) if n else b""
         return tail, b.crc, not (b.word >> 16) & SRL_UNCHECKED
 
+    def _place(self):
+        """(whether it is in a file of its own, where it begins there or in the arena's data), for sendfile."""
+        if self.mapped:
+            return True, <uintptr_t> self.at - <uintptr_t> self.file
+        return False, <uintptr_t> self.at - <uintptr_t> self.core.data
+
     def __reduce__(self):
         raise TypeError("a view is memory of this process; send its handle")
 
@@ -295,6 +308,14 @@ cdef class Block:
             tail = self.core._fill(self, NULL, False, True, &crc)
         return self._publish(tail, crc, checksum)
 
+    def _seal_as(self, bytes tail, uint32_t crc, bint checked):
+        """Publishes a copy of another block -> Handle: what lies behind that one, and the crc in its descriptor."""
+        if not self.open:
+            raise ValueError("the block was sealed or freed already")
+        self.core._alive()
+        cdef uint32_t n = self._append(tail, &crc) if tail else 0
+        return self._publish(n, crc, checked)
+
     cdef uint32_t _append(self, bytes tail, uint32_t *crc) except? 0:
         cdef Py_ssize_t n = len(tail)
         if srl_tail_at(self.n) - self.n + <uint64_t> n > self.room:
@@ -314,9 +335,10 @@ cdef class Block:
                 self.core.users += 1
         if not self.exports:
             self._unmap()
+        fate = self.core._fate(self.slot, self.generation) if rc == -ECANCELED else ""
         self.core._leave()
         if rc:
-            check(rc, f"block {self.tag}")
+            check(rc, f"block {self.tag!r}", fate and f"was {fate}, before it was sealed")
         return self.handle
 
     def free(self):
@@ -531,6 +553,21 @@ cdef class Core:
         memcpy(&out.nonce, raw + 24, 8)
         return 0
 
+    @property
+    def origin(self):
+        """What `Handle.origin` says of every block of this arena."""
+        return self._handle(0, 0, 0, 0).origin
+
+    def _is_freed(self, handle):
+        """Whether the handle's block is known to be no more; False also for one that never was. ForeignArena."""
+        cdef Parts p
+        self._parts(handle, &p)
+        if p.slot >= srl_table_used(&self.a):
+            return False
+        cdef uint64_t word = self.a.blocks[p.slot].word
+        cdef uint32_t now = <uint32_t> (word >> 32)
+        return now > p.generation or (now == p.generation and (word >> 28 & 15) >= SRL_RETIRED)
+
     def _mine(self, handle):
         """The handle as one of this arena. TypeError, ForeignArena."""
         cdef Parts p
@@ -564,13 +601,14 @@ cdef class Core:
             raise ValueError(f"tag of {tag_len} bytes: at most {SRL_TAG_MAX}, no NUL")
         if not self.writable:
             self._open_for_writing()
+        cdef double seconds = seconds_of(timeout_s)
         cdef srl_request r
         r.nbytes, r.room, r.tag, r.tag_len, r.spill = nbytes, room, raw, <uint32_t> tag_len, False
         cdef int rc = srl_reserve(&self.a, &r, 0)
         cdef uint64_t began = 0
         if rc:
             began = srl_now_ns(CLOCK_MONOTONIC)
-            self._reserve_slowly(&r, timeout_s, on_full)
+            self._reserve_slowly(&r, seconds, on_full)
         cdef Block block = Block.__new__(Block)
         block.core, block.slot, block.generation, block.nonce = self, r.slot, r.generation, r.nonce
         block.n, block.room, block.open, block.tag = r.nbytes, r.room, True, tag
@@ -584,7 +622,7 @@ cdef class Core:
             self._look_ahead()
         return block
 
-    cdef int _reserve_slowly(self, srl_request *r, object timeout_s, str on_full) except -1:
+    cdef int _reserve_slowly(self, srl_request *r, double timeout_s, str on_full) except -1:
         cdef uint64_t began = srl_now_ns(CLOCK_MONOTONIC)
         cdef uint64_t deadline = deadline_of(timeout_s), patience
         cdef int rc
@@ -671,7 +709,7 @@ cdef class Core:
         if owner >= self.a.max_processes or owner == self.a.self:
             raise PeerStalled("a thread of this process", getpid(), held_s)
         cdef srl_process *p = self.a.processes + <uint32_t> owner
-        raise PeerStalled(text_of(p.name, sizeof(p.name)), p.pid, held_s)
+        raise PeerStalled(text_of(p.name, sizeof(p.name)), p.pid, held_s, self._is_stopped(p.pid))
 
     def put(self, data, tag="", on_full="block", timeout_s=30.0, hot=False, checksum=True):
         """Copies any C-contiguous buffer or array in -> Handle. reserve()'s arguments; shape and dtype are not kept.
@@ -725,7 +763,7 @@ cdef class Core:
         self._parts(handle, &p)
         cdef int rc = srl_acquire(&self.a, p.slot, p.generation, p.nonce)
         if rc:
-            check(rc, handle)
+            self._refuse(rc, handle)
         cdef View view = View.__new__(View)
         self.users += 1
         view.core, view.handle, view.slot, view.held = self, handle, p.slot, True
@@ -753,6 +791,36 @@ cdef class Core:
         view.file, view.mapped, view.n, view.row = view.at, nbytes, <Py_ssize_t> n, 1
         return 0
 
+    # --------------------------------------------------------------------------------------------------- who, and how
+
+    cdef str _who(self, uint32_t process):
+        """Whoever is attached there, or was last."""
+        if process >= self.a.max_processes:
+            return f"process {process}"
+        cdef srl_process *p = self.a.processes + process
+        return f"{text_of(p.name, sizeof(p.name))} ({p.pid})"
+
+    cdef str _fate(self, uint32_t slot, uint32_t generation):
+        """How a block ended: "discarded by env-server:math (812), 3.2 s ago"; "" when no event says so any more."""
+        cdef srl_event e
+        if not srl_event_ending(&self.a, slot, generation, &e):
+            return ""
+        ago_s = max(0, <int64_t> (srl_now_ns(CLOCK_MONOTONIC) - e.at_ns)) / 1e9
+        return f"{ended(e.mark >> 8 & 255)} by {self._who(e.mark & 255)}, {ago_s:.1f} s ago"
+
+    cdef str _owner(self, uint32_t slot):
+        cdef uint64_t word = self.a.blocks[slot].word
+        who = self._who(word & 0xffff)
+        return f"an orphan of {who}" if word >> 16 & SRL_ORPHAN else f"owned by {who}"
+
+    cdef int _refuse(self, int rc, object handle) except -1:
+        """check() of what a verb answered about a handle, with what is still known of the block."""
+        cdef Parts p
+        self._parts(handle, &p)
+        if rc == -ESTALE and (fate := self._fate(p.slot, p.generation)):
+            return check(rc, handle, f"was {fate}")
+        return check(rc, handle, f"is {self._owner(p.slot)}; adopt it first" if rc == -EPERM else "")
+
     # ------------------------------------------------------------------------------------------------------ ownership
 
     cdef tuple _each(self, object handles, verb_fn verb):
@@ -771,7 +839,8 @@ cdef class Core:
     def adopt(self, handles):
         """Makes this process the owner of sealed blocks (orphans too). All it can, then StaleHandle."""
         _, bad, first = self._each(handles, srl_adopt)
-        check(bad, first)
+        if bad:
+            self._refuse(bad, first)
 
     def ship(self, handles, readers, step=None):
         """Arms the done set of owned blocks, clearing an earlier one: freed when `readers` distinct readers are done.
@@ -779,11 +848,17 @@ cdef class Core:
         readers: 1 to 256. step: integer >= 0 for the statistics. Errors: NotOwner, StaleHandle.
         """
         cdef Parts p
-        if not 1 <= readers <= 256:
+        if not 1 <= PyNumber_Index(readers) <= 256:
             raise ValueError(f"readers={readers}: 1 to 256")
+        if step is not None and PyNumber_Index(step) < 0:
+            raise ValueError(f"step={step}: 0 or more, or None")
+        cdef int64_t at = -1 if step is None else step
+        cdef int rc
         for handle in _listed(handles):
             self._parts(handle, &p)
-            check(srl_ship(&self.a, p.slot, p.generation, p.nonce, readers, -1 if step is None else step), handle)
+            rc = srl_ship(&self.a, p.slot, p.generation, p.nonce, readers, at)
+            if rc:
+                self._refuse(rc, handle)
 
     def done(self, handles, reader=None):
         """This reader needs the blocks no more; idempotent per reader, the last one frees. Defaults to attach's reader.
@@ -793,7 +868,7 @@ cdef class Core:
         """
         cdef Parts p
         index = self.reader_index if reader is None else reader
-        if not 0 <= index <= 255:
+        if not 0 <= PyNumber_Index(index) <= 255:
             raise ValueError(f"reader={index}: 0 to 255")
         for handle in _listed(handles):
             self._parts(handle, &p)
@@ -801,10 +876,14 @@ cdef class Core:
 
     def free(self, handles):
         """Frees owned blocks -> how many. All it can, then AlreadyFreed, NotOwner or NotSealed for the first left."""
+        cdef Parts p
         n, bad, first = self._each(handles, srl_free)
         if bad == -ESTALE:
-            raise AlreadyFreed(f"{Handle(first)!r} was freed already; {n} others were freed now")
-        check(bad, first)
+            self._parts(first, &p)
+            fate = self._fate(p.slot, p.generation) or "freed already"
+            raise AlreadyFreed(f"{Handle(first)!r} was {fate}; {n} others were freed now")
+        if bad:
+            self._refuse(bad, first)
         return n
 
     def discard(self, tag_prefix):

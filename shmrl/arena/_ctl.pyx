@@ -79,7 +79,7 @@ def spill_dir_of(bytes head):
     memcpy(&h, PyBytes_AsString(head), sizeof(h))
     if h.magic != SRL_MAGIC or h.version != SRL_VERSION:
         return ""
-    return (<bytes> h.spill_dir[:SRL_SPILL_DIR_MAX]).split(b"\0", 1)[0].decode(errors="replace")
+    return text_of(h.spill_dir, SRL_SPILL_DIR_MAX)
 
 
 cdef class Ctl:
@@ -120,8 +120,8 @@ cdef class Ctl:
     def head(self):
         """What does not change: run_id, node, boot, created_ns, max_processes."""
         cdef srl_header *h = self.a.h
-        return dict(run_id=h.run_id[:64].split(b"\0", 1)[0].decode(errors="replace"), node=h.node, boot=h.boot,
-                    created_ns=h.created_ns, max_processes=self.a.max_processes)
+        return dict(run_id=text_of(h.run_id, sizeof(h.run_id)), node=h.node, boot=h.boot, created_ns=h.created_ns,
+                    max_processes=self.a.max_processes)
 
     def processes(self):
         """A copy of the process table's bytes."""
@@ -130,8 +130,7 @@ cdef class Ctl:
     def shares(self):
         """(source, bytes guaranteed, bytes used) of each share, the unnamed one first, as ""; [] without shares."""
         cdef srl_share *s = self.a.h.shares
-        return [(s[i].name[:strnlen(s[i].name, SRL_SHARE_NAME)].decode("utf-8", "replace"), s[i].guaranteed, s[i].used)
-                for i in range(self.a.shares)]
+        return [(text_of(s[i].name, SRL_SHARE_NAME), s[i].guaranteed, s[i].used) for i in range(self.a.shares)]
 
     def slots(self):
         """How many descriptors were ever used: rows are below."""
@@ -230,6 +229,21 @@ cdef class Ctl:
                 slots.append(slot)
         return births, slots
 
+    def orphans(self):
+        """{"name (pid)" of who left them: (blocks, bytes)} of the orphans; "others": their places are taken again."""
+        cdef srl_block b
+        cdef srl_process *p
+        cdef dict out = {}
+        cdef uint64_t slot
+        for slot in range(self.slots()):
+            if srl_look_at(&self.a, slot, &b) and b.word >> 16 & SRL_ORPHAN:
+                p = self.a.processes + (b.word & 255)
+                known = p.since_ns and p.since_ns <= b.orphan_ns
+                name = f"{text_of(p.name, sizeof(p.name))} ({p.pid})" if known else "others"
+                blocks, nbytes = out.get(name, (0, 0))
+                out[name] = blocks + 1, nbytes + b.span
+        return out
+
     def lock_word(self):
         """The allocator's lock: every acquisition changes it."""
         return self.a.h.lock
@@ -275,7 +289,7 @@ cdef dict row_of(uint64_t slot, const srl_block *b, uint8_t *handle, dict proces
         "owner": None if flags & SRL_ORPHAN else name_of(b.word & 0xffff, processes),
         "nbytes": b.nbytes,
         "span_bytes": b.span,
-        "tag": tag_of(b),
+        "tag": text_of(b.tag, sizeof(b.tag)),
         "readers": b.readers,
         "done": indices(b.done),
         "held_by": tuple([name_of(index, processes) for index in indices(b.holders)]),
@@ -286,10 +300,6 @@ cdef dict row_of(uint64_t slot, const srl_block *b, uint8_t *handle, dict proces
 
 cdef object name_of(index, dict processes):
     return processes.get(index) or f"process {index}"
-
-
-cdef object tag_of(const srl_block *b):
-    return b.tag[:strnlen(b.tag, sizeof(b.tag))].decode("utf-8", "replace")
 
 
 cdef tuple indices(const uint64_t *bits):

@@ -6,7 +6,6 @@ The launcher, or the node server of a node, creates; everybody attaches. Each pr
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import operator
 import os
@@ -18,14 +17,14 @@ from typing import Any
 
 from shmrl.arena import columns as tails
 from shmrl.arena import files as names
-from shmrl.arena import memory, opening, placement, spill, table
+from shmrl.arena import memory, messages, opening, placement, spill, table
 from shmrl.arena import shares as words
 from shmrl.arena._arena import Block, Core, View
 from shmrl.arena._ctl import Ctl
 from shmrl.arena.files import Files
 from shmrl.arena.placement import Pages
 from shmrl.arena.waiting import Waiting
-from shmrl.errors import ArenaError, ArenaFull, StaleHandle
+from shmrl.errors import ArenaError, StaleHandle
 from shmrl.types import Handle
 from shmrl.units import PAGE, parse_bytes, parse_shares
 
@@ -214,61 +213,22 @@ class Arena(Core):
         head = self._header()
         while head["committed_pages"] < head["max_pages"]:
             if not self._grow_data(0):
-                full = self._full(head["capacity"] - head["committed_pages"] * PAGE, 0.0)
+                full = messages.full(self, head["capacity"] - head["committed_pages"] * PAGE, 0.0)
                 self.close()
                 self.unlink()
                 raise full
             head = self._header()
 
-    # -------------------------------------------------------------------------------------------------------- messages
+    # ------------------------------------------------------------------------------------ what the binding asks for
 
-    def _full(self, nbytes: int, waited_s: float, tag: str = "") -> ArenaFull:
-        with self._look() as look:
-            stats, groups = look.count("holder")
-            processes, shares = table.processes(look.processes()), look.shares()
-        top = sorted(groups["holder"].items(), key=lambda item: -item[1][1])[:5]
-        held = ", ".join(self._held(key, *row, processes) for key, row in top)
-        refused = f"; it cannot grow: {self._refused[1]}" if self._refused else ""
-        refused += "; no wait helps: the block is larger than the arena" if nbytes > stats["capacity_bytes"] else ""
-        refused += self._spill_room(stats)
-        if (mine := self._share(tag)) is not None:
-            refused += f"; {words.refusal(shares, *mine)}"
-        return ArenaFull(
-            f"no room for {memory.human(nbytes)} after {waited_s:.1f} s: {memory.human(stats['used_bytes'])} "
-            f"of {memory.human(stats['committed_bytes'])} committed ({memory.human(stats['capacity_bytes'])} capacity) "
-            f"are used by {stats['blocks']} blocks, {stats['orphaned']} of them orphans{refused}. "
-            f"Top holders: {held or 'none'}"
-        )
-
-    def _held(self, index: int | None, blocks: int, nbytes: int, processes: dict[int, table.Process]) -> str:
-        """One holder: who, whether it lives and since when it is here, and how much it has."""
-        much = f"{memory.human(nbytes)} in {blocks} blocks"
-        if index is None:
-            return f"{table.ORPHANS}: {much}"
-        if (one := processes.get(index)) is None:
-            return f"process {index} (has left): {much}"
-        here_s = (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - one.since_ns) / 1e9
-        life = "DEAD, not swept yet" if self._is_dead(index) else "alive"
-        return f"{one.name} ({one.pid}), {life}, attached {here_s:.0f} s ago: {much}"
-
-    def _spill_room(self, stats: dict[str, Any]) -> str:
-        """The other limit, in numbers; "" without a spill directory."""
-        if not (path := self._spill_dir()):
-            return ""
-        spilled = f"{memory.human(stats['spilled_bytes'])} in {stats['spilled']} spilled blocks"
-        try:
-            return f"; the spill directory {memory.mount_of(Path(path))}, {spilled}"
-        except OSError as error:
-            return f"; the spill directory {path} cannot be read ({error.strerror}), {spilled}"
+    def _waiting(self, nbytes: int, total: int, tag: str, on_full: str, timeout_s: float, most: int) -> Waiting:
+        return Waiting(self, nbytes, total, tag, on_full, timeout_s, most)
 
     def _spill_failed(self, nbytes: int, code: int, waited_s: float) -> ArenaError:
-        """What a block that could not become a file is refused with."""
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return self._full(nbytes, waited_s)
-        return ArenaError(f"{memory.human(nbytes)} cannot be spilled to {self._spill_dir()}: {os.strerror(code)}")
+        return messages.spill_failed(self, nbytes, code, waited_s)
 
-    def _waiting(self, nbytes: int, total: int, tag: str, on_full: str, timeout_s: float | None, most: int) -> Waiting:
-        return Waiting(self, nbytes, total, tag, on_full, timeout_s, most)
+    def _is_stopped(self, pid: int) -> bool:
+        return self._files.is_stopped(pid)
 
     # ------------------------------------------------------------------------------------------------------- inspection
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn
 
 from shmrl.arena._arena import View
 from shmrl.arena._ctl import crc32c, crc_blocks
 from shmrl.errors import ArenaCorrupt, ChecksumError
+from shmrl.types import Handle
 
 HEADER = struct.Struct("<IIII")
 COLUMN = struct.Struct("<32sQQQII")
@@ -120,10 +120,14 @@ def _rest_crc(payload: memoryview, columns: Iterable[Column]) -> int:
 def of(view: View) -> Tail:
     """The tail of a whole block's view. ChecksumError, ArenaCorrupt."""
     raw, crc, _ = view._tail()
+    return _checked(view.handle, raw, crc)
+
+
+def _checked(handle: Handle, raw: bytes, crc: int) -> Tail:
     if not raw:
         return Tail()
     if crc32c(raw) != crc:
-        raise ChecksumError(f"{view.handle!r}: the columns table and checksums behind the payload were changed")
+        raise ChecksumError(f"{handle!r}: the columns table and checksums behind the payload were changed")
     return parse(raw)
 
 
@@ -155,7 +159,9 @@ def narrow(view: View, verify: bool, field: str | None, rows: tuple[int, int] | 
     if field is None:
         if rows is not None:
             raise ValueError("rows= needs field=: without a column a block has no rows")
-        return _verify_all(view)
+        raw, crc, _ = view._tail()
+        with memoryview(view) as payload:
+            return check(view.handle, payload, raw, crc)
     tail = of(view)
     column = _find(view, tail, field)
     start, stop = (0, column.rows) if rows is None else rows
@@ -163,7 +169,7 @@ def narrow(view: View, verify: bool, field: str | None, rows: tuple[int, int] | 
         raise ValueError(f"rows=({start}, {stop}) of {column.rows} rows of {field!r} in {view.handle!r}")
     if verify:
         with memoryview(view) as payload:
-            _verify_rows(view, payload, tail, column, start, stop)
+            _verify_rows(view.handle, payload, tail, column, start, stop)
     view._cut(column.offset + start * column.row_nbytes, stop - start, column.row_nbytes)
     return None
 
@@ -177,35 +183,32 @@ def _find(view: View, tail: Tail, field: str) -> Column:
     raise KeyError(f"{view.handle!r} has no column {field!r}; it has {[c.name for c in tail.columns]}")
 
 
-def _verify_all(view: View) -> None:
-    tail = of(view)
-    with memoryview(view) as payload:
-        if not tail.crcs and not tail.columns:
-            if crc32c(payload) != view._tail()[1]:
-                raise ChecksumError(f"{view.handle!r}: the payload of {len(view)} bytes does not match its crc32c")
-            return None
-        if not tail.columns:
-            return _compare(view, "payload", crc_blocks(payload, BLOCK_NBYTES), tail.crcs, 0)
-        for column in tail.columns:
-            _verify_rows(view, payload, tail, column, 0, column.rows)
-        if _rest_crc(payload, tail.columns) != tail.rest_crc:
-            raise ChecksumError(f"{view.handle!r}: the bytes outside its columns do not match their crc32c")
-    return None
+def check(handle: Handle, payload: memoryview, raw: bytes, crc: int) -> None:
+    """Compares a whole payload with the tail behind it and the crc in its descriptor. ChecksumError, ArenaCorrupt."""
+    tail = _checked(handle, raw, crc)
+    if not tail.crcs and not tail.columns:
+        if crc32c(payload) != crc:
+            raise ChecksumError(f"{handle!r}: the payload of {len(payload)} bytes does not match its crc32c")
+        return
+    if not tail.columns:
+        _compare(handle, "payload", crc_blocks(payload, BLOCK_NBYTES), tail.crcs, 0)
+        return
+    for column in tail.columns:
+        _verify_rows(handle, payload, tail, column, 0, column.rows)
+    if _rest_crc(payload, tail.columns) != tail.rest_crc:
+        raise ChecksumError(f"{handle!r}: the bytes outside its columns do not match their crc32c")
 
 
-def _verify_rows(view: View, payload: memoryview, tail: Tail, column: Column, start: int, stop: int) -> None:
+def _verify_rows(handle: Handle, payload: memoryview, tail: Tail, column: Column, start: int, stop: int) -> None:
     first, last = start // column.rows_per_crc, -(-stop // column.rows_per_crc)
     if start == stop:
         return
     there = payload[column.offset + first * column.step : min(column.offset + last * column.step, column.end)]
     want = tail.crcs[4 * (column.first + first) : 4 * (column.first + last)]
-    _compare(view, column.name, crc_blocks(there, column.step), want, first)
+    _compare(handle, column.name, crc_blocks(there, column.step), want, first)
 
 
-def _compare(view: View, name: str, have: bytes, want: bytes, first: int) -> None:
+def _compare(handle: Handle, name: str, have: bytes, want: bytes, first: int) -> None:
     if have != want:
-        _mismatch(view, name, first + next(i for i in range(len(have) // 4) if have[4 * i :][:4] != want[4 * i :][:4]))
-
-
-def _mismatch(view: View, name: str, block: int) -> NoReturn:
-    raise ChecksumError(f"{view.handle!r}, field {name!r}: row block {block} does not match its crc32c")
+        block = first + next(i for i in range(len(have) // 4) if have[4 * i :][:4] != want[4 * i :][:4])
+        raise ChecksumError(f"{handle!r}, field {name!r}: row block {block} does not match its crc32c")

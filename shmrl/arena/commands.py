@@ -52,7 +52,8 @@ def _stats(address: str, groups: tuple[str, ...]) -> dict[str, Any]:
     with inspect.look(address, fields="field" in groups) as seen:
         counters, counted = seen.counts(*groups)
         attached = [
-            {"pid": p.pid, "name": p.name, "alive": index in seen.alive} for index, p in sorted(seen.processes.items())
+            {"pid": p.pid, "name": p.name, "alive": index in seen.alive, "stopped": seen.is_stopped(index)}
+            for index, p in sorted(seen.processes.items())
         ]
         named = {f"by_{by}": counted[by] for by in groups}
         return {"address": address, "run_id": seen.head["run_id"], **counters, "attached": attached, **named}
@@ -141,10 +142,16 @@ def follow(address: str | None = None) -> Iterator[dict[str, Any]]:
 
 
 def gc(address: str | None = None) -> dict[str, Any]:
-    """Removes dead arenas -> {"removed": addresses, "freed_bytes": what they had committed}."""
-    before = {row["address"]: row.get("committed_bytes", 0) for row in inspect.list_arenas(address)}
+    """Removes dead arenas -> {"removed": addresses, "freed_bytes": what they had committed, "left": orphans of living
+    ones, which are theirs: [{"address", "orphaned", "orphaned_bytes"}]}."""
+    before = {row["address"]: row for row in inspect.list_arenas(address)}
     removed = inspect.gc(address)
-    return {"removed": removed, "freed_bytes": sum(before.get(one, 0) for one in removed)}
+    left = [row for row in before.values() if row["address"] not in removed and row.get("orphaned")]
+    return {
+        "removed": removed,
+        "freed_bytes": sum(before[one].get("committed_bytes", 0) for one in removed if one in before),
+        "left": [{key: row[key] for key in ("address", "orphaned", "orphaned_bytes")} for row in left],
+    }
 
 
 def only(address: str | None) -> str:

@@ -14,10 +14,13 @@ cdef extern from "arena_live.h" nogil:
     enum: SRL_BY_SOURCE
     enum: SRL_EVENTS
     uint64_t SRL_MAGIC
+    enum: SRL_DID_DISCARD
+    enum: SRL_DID_EXPIRE
     enum: SRL_DID_FILL
     enum: SRL_NONE
     enum: SRL_ORPHAN
     enum: SRL_PAGE
+    enum: SRL_RETIRED
     enum: SRL_SHARE_NAME
     enum: SRL_SHARES
     enum: SRL_SPILL_DIR_MAX
@@ -85,7 +88,7 @@ cdef extern from "arena_live.h" nogil:
 
     ctypedef struct srl_stats:
         uint64_t blocks, used_bytes, peak_bytes, committed_bytes, capacity_bytes
-        uint64_t created, freed, orphaned, spilled, spilled_bytes, waits
+        uint64_t created, freed, orphaned, orphaned_bytes, spilled, spilled_bytes, waits
 
     ctypedef struct srl_group:
         uint64_t blocks, bytes
@@ -116,6 +119,7 @@ cdef extern from "arena_live.h" nogil:
     uint64_t srl_now_ns(int clock)
     void srl_event_note(srl_arena *a, unsigned kind, uint32_t slot, uint32_t gen, uint64_t detail)
     unsigned srl_events_since(const srl_arena *a, uint64_t first, srl_event *out)
+    bint srl_event_ending(const srl_arena *a, uint32_t slot, uint32_t gen, srl_event *out)
     int srl_lock(srl_arena *a, uint64_t deadline_ns)
     void srl_unlock(srl_arena *a)
     void srl_drain_if_free(srl_arena *a)
@@ -163,16 +167,21 @@ cdef extern from "arena_live.h" nogil:
     int srl_spill_map(int directory, uint32_t slot, uint32_t gen, uint64_t nbytes, const uint8_t **at)
 
 
+cdef inline str text_of(const char *words, size_t room):
+    """A text field of ctl, which may have lost its end."""
+    return words[:strnlen(words, room)].decode("utf-8", "replace")
+
+
 cdef inline dict counters(srl_stats *s):
     """The pinned keys of stats()."""
     return dict(blocks=s.blocks, used_bytes=s.used_bytes, peak_bytes=s.peak_bytes, committed_bytes=s.committed_bytes,
                 capacity_bytes=s.capacity_bytes, created=s.created, freed=s.freed, orphaned=s.orphaned,
-                spilled=s.spilled, spilled_bytes=s.spilled_bytes, waits=s.waits)
+                orphaned_bytes=s.orphaned_bytes, spilled=s.spilled, spilled_bytes=s.spilled_bytes, waits=s.waits)
 
 
 cdef inline list fault_lines(bytes text, int found):
     """What srl_fsck() wrote, and how many more there were than it had room for."""
-    lines = text.split(b"\0", 1)[0].decode(errors="replace").splitlines()
+    lines = text_of(text, len(text)).splitlines()
     return lines if len(lines) == found else [*lines, f"... {found} faults in all"]
 
 

@@ -114,9 +114,10 @@ def _locks() -> dict[str, Any]:
 
 def _dead_arenas() -> dict[str, Any]:
     rows = inspect.list_arenas()
-    dead = [row for row in rows if row["state"] == "dead"]
+    dead, live = ([row for row in rows if row["state"] == state] for state in ("dead", "alive"))
     held = sum(row["committed_bytes"] for row in dead)
-    detail = f"{len(rows) - len(dead)} live, {len(dead)} dead holding {human(held)}"
+    orphans, their_bytes = (sum(row[key] for row in live) for key in ("orphaned", "orphaned_bytes"))
+    detail = f"{len(live)} live with {orphans} orphans ({human(their_bytes)}), {len(dead)} dead holding {human(held)}"
     return _finding("arenas", not dead, detail, "shmrl arena gc")
 
 

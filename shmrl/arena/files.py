@@ -114,6 +114,15 @@ class Files:
         finally:
             os.close(fd)
 
+    def is_stopped(self, pid: int) -> bool:
+        """Whether the process of this pid that has us open is stopped (SIGSTOP, a debugger); False if it is not seen,
+        as one of another pid namespace is not."""
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return state in "Tt" and any(self.name("live") in os.readlink(fd) for fd in glob.iglob(f"/proc/{pid}/fd/*"))
+        except OSError:
+            return False
+
     def is_unlinked(self, live_fd: int) -> bool:
         """Whether somebody removed `live` between our open and our lock (a memfd has no name to lose)."""
         return self.backing != "memfd" and os.fstat(live_fd).st_nlink == 0

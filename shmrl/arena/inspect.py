@@ -25,8 +25,8 @@ LOOKS = 3  # a fault of a live arena is one that as many looks in a row see
 TRIES = 10  # looks at a live arena until nobody had the allocator's lock meanwhile
 OLD_STEPS = 3  # a block that was shipped more steps ago than this should have been freed
 EVENTS = (
-    *("", "reserve", "seal", "adopt", "ship", "done", "retire"),
-    *("free", "orphan", "sweep", "take over", "full", "spill"),
+    *("", "reserve", "seal", "adopt", "ship", "done", "retire", "free"),
+    *("orphan", "sweep", "take over", "full", "spill", "discard", "expire"),
 )
 NO_BLOCK = ("sweep", "take over", "full")  # events whose slot is no block's
 ORDERS = ("size", "age", "tag")
@@ -119,6 +119,10 @@ class Look:
         gone = {names.process(index) for index in dead}
         rows = self.ctl.rows(names, _ordered(births, slots, limit, largest=False))
         return len(slots), [{**row, "why": _why(row, gone, newest)} for row in rows]
+
+    def is_stopped(self, index: int) -> bool:
+        """Whether a process lives and runs no instruction (SIGSTOP); False where it is not to be seen from here."""
+        return index in self.alive and files.parse(self.address).is_stopped(self.processes[index].pid)
 
     def is_live(self) -> bool:
         """Whether any process is attached now."""

@@ -74,10 +74,11 @@ def _stats(row: Row) -> str:
         f"{row['address']}  run {_plain(row['run_id'])}",
         f"  {row['blocks']} blocks, {used} used (peak {human(row['peak_bytes'])}) of {committed} committed, "
         f"{capacity} capacity",
-        f"  {row['created']} created, {row['freed']} freed, {row['orphaned']} orphaned, "
-        f"{row['spilled']} spilled ({human(row['spilled_bytes'])}), {row['waits']} waits",
+        f"  {row['created']} created, {row['freed']} freed, {row['orphaned']} orphaned "
+        f"({human(row['orphaned_bytes'])}), {row['spilled']} spilled ({human(row['spilled_bytes'])}), "
+        f"{row['waits']} waits",
     ]
-    lines += [f"  {'alive' if p['alive'] else 'DEAD '} {p['pid']:>8}  {_plain(p['name'])}" for p in row["attached"]]
+    lines += [f"  {_life(p):<7} {p['pid']:>8}  {_plain(p['name'])}" for p in row["attached"]]
     for by in table.BY:
         groups = sorted(row.get(f"by_{by}", {}).items(), key=lambda item: -item[1]["bytes"])
         shared = any("share" in group for _, group in groups)
@@ -200,9 +201,19 @@ def event(one: Row) -> str:
 
 
 def gc(result: Row) -> str:
-    """What was removed."""
+    """What was removed, and what only the living can."""
     lines = [f"removed {address}" for address in result["removed"]]
-    return "\n".join([*lines, f"{len(lines)} dead arenas removed, {human(result['freed_bytes'])} freed"])
+    lines.append(f"{len(lines)} dead arenas removed, {human(result['freed_bytes'])} freed")
+    lines += [
+        f"left {row['address']}, which lives, with {row['orphaned']} orphans ({human(row['orphaned_bytes'])}): "
+        "a process attached to it frees them by discard(tag), or by adopt() and free(); orphan_ttl_s does so by itself"
+        for row in result["left"]
+    ]
+    return "\n".join(lines)
+
+
+def _life(process: Row) -> str:
+    return "STOPPED" if process["stopped"] else "alive" if process["alive"] else "DEAD"
 
 
 def _plain(text: str) -> str:

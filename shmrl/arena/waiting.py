@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shmrl.arena.memory import human
+from shmrl.arena import messages
 from shmrl.errors import ArenaFull, PeerDied
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ class Waiting:
     """
 
     def __init__(
-        self, arena: Arena, nbytes: int, total: int, tag: str, on_full: str, timeout_s: float | None, most: int
+        self, arena: Arena, nbytes: int, total: int, tag: str, on_full: str, timeout_s: float, most: int
     ) -> None:
         self.seen = 0
         self._arena, self._nbytes, self._total, self._tag = arena, nbytes, total, tag
         self._may_spill, self._spilling = on_full == "spill", False
         self._began = time.monotonic()
-        self._deadline = float("inf") if timeout_s is None else self._began + timeout_s
+        self._deadline = self._began + timeout_s
         if on_full == "raise" or total > most:
             self._deadline = self._began
         self._queued = self._said = self._within = False
@@ -90,9 +90,9 @@ class Waiting:
             return False
         if now - self._asked > HOPE_S:
             self._asked = now
-            if hopeless := self._hopeless():
+            if why := messages.hopeless(arena, self._nbytes, could_spill=not self._may_spill):
                 if not self._may_spill:
-                    raise PeerDied(hopeless)
+                    raise PeerDied(why)
                 return self._spill(now)
         arena._space_wait(self.seen, int(min(TICK_S, self._deadline - now) * 1e9))
         return False
@@ -116,14 +116,5 @@ class Waiting:
             self._within = within
 
     def _full(self, now: float) -> ArenaFull:
-        return self._arena._full(self._nbytes, now - self._began, self._tag)
-
-    def _hopeless(self) -> str:
-        """Why no wait can help: every block is an orphan, and nobody else is attached who could free one; or ""."""
-        stats = self._arena._stats(False)
-        if stats["blocks"] == stats["orphaned"] > 0 and not self._arena._others_alive():
-            return (
-                f"no room for {human(self._nbytes)}: all {stats['blocks']} blocks ({human(stats['used_bytes'])}) "
-                "belong to the dead and nobody else is attached; adopt and free them, or discard their run"
-            )
-        return ""
+        waited_s = now - self._began
+        return messages.full(self._arena, self._nbytes, waited_s, self._tag, could_spill=not self._may_spill)

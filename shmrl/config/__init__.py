@@ -5,7 +5,7 @@ not here is an error; a key that is here does something.
 """
 
 from shmrl.config.load import dump_toml, env_server_from, load_env_server, load_run, read_layers
-from shmrl.config.tables import ArenaConfig, Loss, ModelConfig, TinyModel
+from shmrl.config.tables import ArenaConfig, Loss, ModelConfig, NodeConfig, TinyModel
 from shmrl.config.tree import (
     EnvServerConfig,
     EvalSource,
@@ -24,6 +24,7 @@ __all__ = [
     "EvalSource",
     "Loss",
     "ModelConfig",
+    "NodeConfig",
     "RunTree",
     "Sampling",
     "ServeConfig",

@@ -22,6 +22,7 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PROCESS_SLOTS = 256  # of an arena
 LONGEST_TAG = 112  # bytes of a block's tag
+FETCHED = "fetched"  # the source of copies of other nodes' blocks, in their tags
 SPILL_AFTER_S = 0.5  # arena.timeout_s where writers may spill
 
 
@@ -41,6 +42,7 @@ class Restarts(Table):
     orchestrator: Count = 0
     trainer: Count = 0
     inference: Count = 0
+    node: Count = 3
 
 
 class Run(Table):
@@ -116,7 +118,9 @@ class ArenaConfig(Table):
     is 60, or 0.5 with "spill": a file costs less than a long wait, and groups are held back while room is to come.
     shares: what sources can count on, fractions of the capacity (0.5) or sizes ("2GiB"); beyond it they borrow what
     is idle. retain_steps: how many of the last steps keep their blocks after their use, for `shmrl replay export` and
-    for ranks that go back to a checkpoint.
+    for ranks that go back to a checkpoint. fetch_capacity: what copies of other nodes' blocks can count on, as in
+    shares. transport: "required" refuses a run whose trainer would have to fetch blocks over HTTP, "preferred" takes
+    shared memory where it can.
     """
 
     address: str | None = None
@@ -131,9 +135,16 @@ class ArenaConfig(Table):
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     verify: bool = False
     preallocate: bool = False
-    orphan_ttl_s: Annotated[float, Field(gt=0)] = 600.0
+    orphan_ttl_s: Annotated[float, Field(gt=0, le=1 << 31)] = 600.0
     retain_steps: Count = 0
     shares: dict[str, float | int | str] = {}
+    fetch_capacity: float | int | str | None = None
+    transport: Literal["required", "preferred"] = "preferred"
+
+    @property
+    def guaranteed(self) -> dict[str, float | int | str]:
+        """`shares`, and that of the copies: "fetched" is the source in their tags."""
+        return self.shares if self.fetch_capacity is None else {**self.shares, FETCHED: self.fetch_capacity}
 
     @model_validator(mode="before")
     @classmethod
@@ -149,10 +160,10 @@ class ArenaConfig(Table):
 
     @model_validator(mode="after")
     def _shares(self) -> ArenaConfig:
-        sizes = [source for source, share in self.shares.items() if not isinstance(share, float)]
+        sizes = [source for source, share in self.guaranteed.items() if not isinstance(share, float)]
         if sizes and self.capacity is None:
             raise ValueError(f"shares of {', '.join(sizes)} are sizes: they need capacity (or give fractions, as 0.5)")
-        parse_shares(self.shares, 1 << 47 if self.capacity is None else parse_bytes(self.capacity))
+        parse_shares(self.guaranteed, 1 << 47 if self.capacity is None else parse_bytes(self.capacity))
         return self
 
     @model_validator(mode="after")
@@ -167,6 +178,33 @@ class ArenaConfig(Table):
             raise ValueError(
                 "base (a directory, of a mount that holds the arena) belongs to backing = 'file', and only there"
             )
+        return self
+
+
+class NodeConfig(Table):
+    """`[node]`: the server that other nodes read this node's blocks from, and that fetches theirs, once for all ranks.
+
+    address: "host:port" at which other nodes reach it; without it there is no server, and ranks fetch by themselves.
+    certificate, key: files (PEM) that make it an https server. ca: the file that other nodes' servers are checked by.
+    """
+
+    address: Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}$")] | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    @property
+    def url(self) -> str | None:
+        """Of this node's own server."""
+        return self.address and f"{'https' if self.certificate else 'http'}://{self.address}"
+
+    @model_validator(mode="after")
+    def _servable(self) -> NodeConfig:
+        host, _, port = (self.address or "localhost:1").rpartition(":")
+        if host in ("0.0.0.0", "[::]", "*") or not 0 < int(port) < 65536:
+            raise ValueError(f"address = {self.address!r}: a host that other nodes can reach, and a port")
+        if (self.certificate is None) != (self.key is None) or (self.certificate and not self.address):
+            raise ValueError("certificate and key belong together, and to an address")
         return self
 
 

@@ -28,6 +28,7 @@ from shmrl.config.tables import (
     ModelConfig,
     Monitor,
     Name,
+    NodeConfig,
     Port,
     Positive,
     Run,
@@ -206,6 +207,7 @@ class RunTree(Table):
     model: ModelConfig
     warmup: Warmup = Warmup()
     arena: ArenaConfig = ArenaConfig()
+    node: NodeConfig = NodeConfig()
     inference: Inference = Inference()
     orchestrator: Orchestrator
     trainer: Trainer = Trainer()
@@ -229,12 +231,14 @@ class RunTree(Table):
         run = self.run.model_copy(update={"output_dir": self.run.output_dir.resolve()})
         path = self.model.path and self.model.path.resolve()
         base = self.arena.base and self.arena.base.resolve()
+        files = {name: file.resolve() for name in ("certificate", "key", "ca") if (file := getattr(self.node, name))}
         python = self.inference.python and self.inference.python.absolute()  # a venv's is a link: it must stay one
         return self.model_copy(
             update={
                 "run": run,
                 "model": self.model.model_copy(update={"path": path}),
                 "arena": self.arena.model_copy(update={"base": base}),
+                "node": self.node.model_copy(update=files),
                 "inference": self.inference.model_copy(update={"python": python}),
             }
         )
@@ -319,7 +323,8 @@ class RunTree(Table):
                 hint = f"did you mean {close[0]}?" if close else f"sources are {', '.join(names)}"
                 problems.append(f"arena.shares.{name}: no source has this name; {hint}")
         spawned = [source.serve.pool.workers + 1 for _, source in self.sources if source.serve.address is None]
-        processes = sum(spawned) + self.trainer.ranks + 2  # launcher and orchestrator
+        # launcher, orchestrator and node server
+        processes = sum(spawned) + self.trainer.ranks + 2 + (self.node.address is not None)
         if processes > PROCESS_SLOTS:
             problems.append(
                 f"{processes:,} processes would attach to the arena, which has {PROCESS_SLOTS} places: lower "

@@ -198,6 +198,8 @@ def _ports(tree: RunTree) -> None:
     for index, (split, source) in enumerate(tree.sources):
         if source.serve.address is None:
             _want(wanted, tree.env_address(index), f"env-server {split}/{source.name}")
+    if tree.node.url is not None:
+        _want(wanted, tree.node.url, "the node server")
     if not tree.inference.urls:
         _want(wanted, tree.inference.engine_urls[0], "inference")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shmrl.config import RunTree
 from shmrl.config.rundir import RunDir
+from shmrl.node.host import node_command
 
 SHUTDOWN_TIMEOUT_S = 5
 
@@ -60,6 +61,9 @@ def process_table(tree: RunTree, rundir: RunDir, *, resume: bool = False) -> lis
             again=again,
         )
     )
+    if tree.node.address is not None:
+        command, restarts = node_command(rundir), tree.run.restarts.node
+        roles.append(Role("node", command, rundir.log("node"), str(tree.node.url), restarts=restarts))
     if not tree.inference.urls:
         command = shmrl("inference", rundir.config("inference"))
         address, restarts = tree.inference.engine_urls[0], tree.run.restarts.inference

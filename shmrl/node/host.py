@@ -108,7 +108,7 @@ def create_arena(arena: ArenaConfig, run_id: str) -> Arena:
         huge_pages=arena.huge_pages,
         numa=arena.numa,
         spill_dir=None if arena.spill_dir is None else str(arena.spill_dir),
-        shares=arena.shares,
+        shares=arena.guaranteed,
     )
 
 
@@ -205,7 +205,14 @@ def needs_tiny_model(tree: RunTree) -> bool:
 
 
 def main(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
-    """Host a run whose roles are started by hand, until SIGTERM or Ctrl-C (143, 130); prints their commands."""
+    """Host a run whose roles are started by hand, until SIGTERM or Ctrl-C (143, 130); prints their commands.
+
+    With an address in its files the arena is hosted already, and this is its node server.
+    """
+    if tree.arena.address is not None:
+        from shmrl.node import server
+
+        return server.run(tree)
     if needs_tiny_model(tree):
         require_torch()
     stop = threading.Event()
@@ -222,15 +229,47 @@ def main(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
         with hosted(tree, directory, secrets.token_hex(16)) as (arena, named):
             override = rundir.root / "node.toml"
             rundir.write_configs(named)
+            beside = _Server(named, rundir)
             write_atomic(override, tomli_w.dumps({"arena": _override(named.arena)}))
             try:
                 _write_tiny_model(named, rundir)
                 print(_instructions(named, rundir), flush=True)
                 while not stop.wait(SWEEP_S):
+                    beside.watch()
                     arena.sweep()
             finally:
+                beside.close()
                 override.unlink(missing_ok=True)
     return 128 + received[0]
+
+
+class _Server:
+    """The node server beside a run by hand, where node.address asks for one: started again when it dies."""
+
+    def __init__(self, tree: RunTree, rundir: RunDir) -> None:
+        self._wanted, self._left = tree.node.address is not None, tree.run.restarts.node
+        self._command = node_command(rundir)
+        self._process = subprocess.Popen(self._command) if self._wanted else None
+
+    def watch(self) -> None:
+        """ProcessFailed when it died more often than run.restarts.node allows."""
+        if self._process is None or (code := self._process.poll()) is None:
+            return
+        if not self._left:
+            raise ProcessFailed("the node server", code)
+        self._left -= 1
+        log.warning("the node server exited with %d and is started again; %d restarts are left", code, self._left)
+        self._process = subprocess.Popen(self._command)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+
+def node_command(rundir: RunDir) -> list[str]:
+    """The node server of an arena that is hosted already: every resolved file names the arena."""
+    return [sys.executable, "-m", "shmrl", "node", str(rundir.config("orchestrator"))]
 
 
 def _override(arena: ArenaConfig) -> dict[str, str]:

@@ -17,7 +17,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from shmrl.errors import LostPayload, NotSealed, PayloadError, StaleHandle
+from shmrl.errors import ForeignArena, LostPayload, NotSealed, PayloadError, StaleHandle
 from shmrl.payload.registry import members
 from shmrl.types import Handle, Sample
 
@@ -165,10 +165,11 @@ class Blocks(Protocol):
 
 
 def open_block(arena: Blocks, handle: Handle, whose: str) -> Any:
-    """A view of a block; LostPayload naming it and its owner if it is gone. Release the view when done."""
+    """A view of a block; LostPayload naming it and its owner if it is gone, or another node's and was not fetched.
+    Release the view when done."""
     try:
         return arena.get(handle)
-    except (StaleHandle, NotSealed) as error:
+    except (StaleHandle, NotSealed, ForeignArena) as error:
         raise LostPayload(f"block {handle!r} of {whose} is gone: {error}") from error
 
 

@@ -17,6 +17,7 @@ torch's narrow unsigned types have no kernels:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,8 @@ def to_torch(batch: TensorBatch, device: Any = None) -> TorchBatch:
 def view_to_torch(view: View, dtype: Any = np.uint8, device: Any = None) -> torch.Tensor:
     """A view's bytes as a tensor of its own, [rows, row_nbytes // itemsize]; one dimension for a whole block.
 
-    torch knows no read-only memory: what it made of a view without a copy could write to the arena. dtype: NumPy's;
+    torch knows no read-only memory: what it made of a view without a copy could write to the arena. The copy to a
+    device reads the arena itself, without a bounce where that is registered (`shmrl.arena.pinning`). dtype: NumPy's;
     unsigned types widen as in the table above. ValueError if the bytes are no whole number of elements.
 
     Example: view_to_torch(arena.get(handle, field="routing", rows=(0, 64)), np.uint8, "cuda:0") -> uint8 [64, 384]
@@ -91,8 +93,11 @@ def _tensor(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """A tensor of its own; unsigned types travel as signed bits and widen on the other side."""
     kind = f"{array.dtype.kind}{array.dtype.itemsize}"
     bits, wide, low = _SIGNED.get(kind, (array.dtype, None, 0))
-    shared = array.flags.writeable
-    if not shared:  # torch warns of read-only arrays, whatever becomes of them
-        array = array.copy()
-    tensor = torch.from_numpy(array.view(bits)).to(device, copy=shared)
+    tensor = _borrowed(array.view(bits)).to(device, copy=True)
     return tensor if wide is None else tensor.to(wide) & low
+
+
+def _borrowed(array: NDArray[Any]) -> torch.Tensor:
+    """A tensor over the array's own memory, only to be copied from: torch warns of arrays that are read-only."""
+    interface = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+    return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface)))

@@ -40,7 +40,7 @@ def main(tree: RunTree) -> int:
     """Train on invented episodes and print what it took; 0. ShmrlError as in a run."""
     torch.manual_seed(tree.run.seed)
     ranks = Ranks(tree.trainer.device)
-    with _model(tree, ranks) as path, _episodes(tree, ranks) as (arena, micro_batches):
+    with model(tree, ranks) as path, episodes(tree, ranks) as (arena, micro_batches):
         policy, module = prepare(tree, ranks, path)
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.0, foreach=True)
@@ -75,7 +75,7 @@ def _peak_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def _model(tree: RunTree, ranks: Ranks) -> Iterator[Path]:
+def model(tree: RunTree, ranks: Ranks) -> Iterator[Path]:
     """`model.path`, or the model of `[model.tiny]`, which rank 0 writes for as long as this is open."""
     if tree.model.tiny is None:
         yield tree.initial_weights
@@ -93,7 +93,7 @@ def _model(tree: RunTree, ranks: Ranks) -> Iterator[Path]:
 
 
 @contextmanager
-def _episodes(tree: RunTree, ranks: Ranks) -> Iterator[tuple[Arena, list[MicroBatch]]]:
+def episodes(tree: RunTree, ranks: Ranks) -> Iterator[tuple[Arena, list[MicroBatch]]]:
     """An arena of this rank's own, and its share of one step; ranks of a context-parallel group hold the same."""
     shape, tokens = model_shape(tree), longest_episode(tree)
     batch = tree.orchestrator.batch_size or max((tree.orchestrator.token_batch_size or 0) // tokens, 1)

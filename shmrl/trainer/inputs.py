@@ -22,6 +22,7 @@ from shmrl.trainer.context import ContextParallel
 from shmrl.trainer.fold import Fold, part, whole
 from shmrl.trainer.logprobs import KeptSets
 from shmrl.trainer.replay import RouterReplay
+from shmrl.trainer.transfer import sender
 from shmrl.types import MicroBatch, Sample
 
 
@@ -34,7 +35,8 @@ class ModelInputs:
         picks: int64 [S], index into the flattened rows of the hidden state that predicts each loss token.
         labels: int64 [S]; temperature: float32 [S].
         head_ids: int64 [S, K] or None. kept: the sampler's kept sets, or None.
-        routes: int64 [rows * columns, layers, top_k] or None (every router chooses for itself).
+        routes: [rows * columns, layers, top_k], as narrow a signed type as ids and -1 allow, or None (every router
+            chooses for itself).
         visible: bool [columns, keys of the context-parallel group] or None (whole sequences, causal).
     """
 
@@ -80,7 +82,8 @@ class InputBuilder:
         packed: bool,
         context: ContextParallel | None = None,
     ) -> None:
-        self._replay, self._device, self._packed, self._context = replay, device, packed, context
+        self._replay, self._packed, self._context = replay, packed, context
+        self._send = sender(device)
         self._sampling = {source.name: source.sampling for source in tree.orchestrator.train.source}
         self._sampling_replay = tree.trainer.sampling_replay
         self._head = bool(tree.trainer.head)
@@ -102,26 +105,34 @@ class InputBuilder:
         tokens = np.asarray(batch.tokens).astype(np.int64)
         if not supervised:
             self._check(micro_batch.samples, np.bincount(owner, minlength=len(micro_batch.samples)))
-        head_ids, head_logprobs = self._heads(micro_batch.samples, batch, at, owner, supervised)
-        inputs = ModelInputs(
-            tokens=self._put(fold.spread(tokens, 0)),
-            position_ids=None if fold.positions is None else self._put(fold.positions),
-            picks=self._put(fold.predictors(at)),
-            labels=self._put(tokens[at]),
-            temperature=self._put(self._temperatures(micro_batch.samples)[owner]),
-            head_ids=head_ids,
-            kept=None if supervised else self._kept(micro_batch.samples, batch, at, owner),
-            routes=None if supervised else self._routes(batch, fold),
-            visible=None if fold.visible is None else self._put(fold.visible),
-        )
         weights = [s.weight * (1.0 if supervised else s.advantage) for s in micro_batch.samples]
-        advantages = np.array(weights, dtype=np.float32)
-        logprobs = np.asarray(batch.logprobs)[at]
-        arrays = LossArrays(self._put(at), self._put(logprobs), self._put(advantages[owner]), head_ids, head_logprobs)
-        return inputs, arrays
-
-    def _put(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        host = {
+            "tokens": fold.spread(tokens, 0),
+            "position_ids": fold.positions,
+            "visible": fold.visible,
+            "picks": fold.predictors(at),
+            "labels": tokens[at],
+            "temperature": self._temperatures(micro_batch.samples)[owner],
+            "positions": at,
+            "sampler_logprobs": np.asarray(batch.logprobs)[at],
+            "advantages": np.array(weights, dtype=np.float32)[owner],
+        }
+        if not supervised:
+            host |= self._captured(micro_batch.samples, batch, fold, at, owner)
+        there = self._send({name: array for name, array in host.items() if array is not None})
+        inputs = ModelInputs(
+            tokens=there["tokens"],
+            position_ids=there.get("position_ids"),
+            picks=there["picks"],
+            labels=there["labels"],
+            temperature=there["temperature"],
+            head_ids=there.get("head_ids"),
+            kept=KeptSets(there["kept_ids"], there["kept_counts"]) if "kept_ids" in there else None,
+            routes=there.get("routes"),
+            visible=there.get("visible"),
+        )
+        about = there["positions"], there["sampler_logprobs"], there["advantages"]
+        return inputs, LossArrays(*about, there.get("head_ids"), there.get("head_logprobs"))
 
     def _sampling_of(self, sample: Sample) -> Sampling:
         name = sample.meta.get("source")
@@ -158,35 +169,29 @@ class InputBuilder:
             dtype=np.float32,
         )
 
-    def _heads(
-        self, samples: tuple[Sample, ...], batch: Any, at: NDArray[np.int64], owner: NDArray[np.int64], supervised: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The sampler's plain top-k at the loss positions; a leading column with the sampled token is left out."""
-        if supervised or not self._head or batch.head_ids is None:
-            return None, None
-        self._covered("head", np.asarray(batch.head_covered)[at], samples, owner)
-        ids, logprobs = batch.head_without_sampled()
-        return self._put(ids[at].astype(np.int64)), self._put(logprobs[at])
-
-    def _kept(
-        self, samples: tuple[Sample, ...], batch: Any, at: NDArray[np.int64], owner: NDArray[np.int64]
-    ) -> KeptSets | None:
-        if not self._sampling_replay or batch.mask_ids is None:
-            return None
-        all_counts = np.asarray(batch.mask_counts).astype(np.int64)
-        wanted = np.zeros(len(all_counts), dtype=bool)
-        wanted[at] = True
-        ids = np.asarray(batch.mask_ids)[np.repeat(wanted, all_counts)].astype(np.int64)
-        restricted = np.array([self._masked(sample) for sample in samples], dtype=bool)[owner]
-        self._covered("mask", (all_counts[at] > 0) | ~restricted, samples, owner)
-        return KeptSets(self._put(ids), self._put(all_counts[at]))
-
-    def _routes(self, batch: Any, fold: Fold) -> Tensor | None:
-        if self._replay is None or batch.routing is None:
-            return None
-        covered = np.asarray(batch.routing_covered, dtype=bool)
-        ids = fold.spread(self._replay.checked(np.asarray(batch.routing), covered), -1)
-        return self._put(ids.reshape(-1, *ids.shape[-2:]))
+    def _captured(
+        self, samples: tuple[Sample, ...], batch: Any, fold: Fold, at: NDArray[np.int64], owner: NDArray[np.int64]
+    ) -> dict[str, NDArray[Any]]:
+        """What was captured of the sampler and is replayed, under the names of `ModelInputs` and `LossArrays`."""
+        found: dict[str, NDArray[Any]] = {}
+        if self._replay is not None and batch.routing is not None:
+            covered = np.asarray(batch.routing_covered, dtype=bool)
+            ids = fold.spread(self._replay.checked(np.asarray(batch.routing), covered), -1)
+            found["routes"] = ids.reshape(-1, *ids.shape[-2:])
+        if self._head and batch.head_ids is not None:
+            self._covered("head", np.asarray(batch.head_covered)[at], samples, owner)
+            head_ids, head_logprobs = batch.head_without_sampled()
+            found |= {"head_ids": head_ids[at].astype(np.int64), "head_logprobs": head_logprobs[at]}
+        if self._sampling_replay and batch.mask_ids is not None:
+            all_counts = np.asarray(batch.mask_counts).astype(np.int64)
+            counts = all_counts[at]
+            restricted = np.array([self._masked(sample) for sample in samples], dtype=bool)[owner]
+            self._covered("mask", (counts > 0) | ~restricted, samples, owner)
+            wanted = np.zeros(len(all_counts), dtype=bool)
+            wanted[at] = True
+            kept = np.asarray(batch.mask_ids)[np.repeat(wanted, all_counts)]
+            found |= {"kept_ids": kept.astype(np.int64), "kept_counts": counts}
+        return found
 
     @staticmethod
     def _covered(field: str, there: NDArray[np.bool_], samples: tuple[Sample, ...], owner: NDArray[np.int64]) -> None:

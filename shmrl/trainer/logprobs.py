@@ -65,7 +65,7 @@ def _restrict(logits: Tensor, ids: Tensor, counts: Tensor) -> None:
     if not len(ids):
         return
     excluded = (counts > 0)[:, None].expand(-1, logits.shape[1]).clone()
-    rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(ids))
     excluded[rows, ids] = False
     logits.masked_fill_(excluded, -torch.inf)
 
@@ -85,7 +85,7 @@ class _Chunked(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
-        ends = [0, *kept_counts.cumsum(0).tolist()]
+        ends = [0, *kept_counts.cumsum(0).tolist()] if len(kept_ids) else [0] * (tokens + 1)
         out = torch.empty(picks.shape, dtype=torch.float32, device=hidden.device)
         norm = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(norm)

@@ -99,6 +99,7 @@ class RankLoop:
             self._link.send({"kind": "finished", "rank": self._ranks.rank})
         finally:
             self._link.close()
+            self._stepper.close()
             if self._pinned is not None:
                 self._pinned.close()
 
@@ -108,7 +109,10 @@ class RankLoop:
         if self._phase not in ("new", "warming"):
             raise RunError(f"a warm-up step arrived after step {self.step}")
         self._phase = "warming"
-        metrics = self._stepper.run(message["step"], _batches(message), lr=self._tree.warmup.lr, warmup=True)
+        nodes = message.get("nodes", {})
+        metrics = self._stepper.run(
+            message["step"], _batches(message), lr=self._tree.warmup.lr, warmup=True, nodes=nodes
+        )
         self._report(message["step"], "warmup", metrics)
 
     def _begin(self, message: dict[str, Any]) -> None:
@@ -135,9 +139,8 @@ class RankLoop:
             raise RunError(f"step {step} arrived after step {self.step}")
         if self._pinned is not None:
             self._pinned.extend()
-        metrics = self._stepper.run(
-            step, _batches(message), lr=learning_rate(self._tree.trainer, self._tree.run.max_steps, step)
-        )
+        lr = learning_rate(self._tree.trainer, self._tree.run.max_steps, step)
+        metrics = self._stepper.run(step, _batches(message), lr=lr, nodes=message.get("nodes", {}))
         self.step, self._phase, self._state, self._metrics = step, "begun", message["state"], metrics
         began = time.monotonic()
         self._announce(self._publish())

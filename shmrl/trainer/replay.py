@@ -105,7 +105,7 @@ class RouterReplay:
 
     @contextmanager
     def routes(self, ids: Tensor | None) -> Iterator[None]:
-        """While open, forward passes take their experts from `ids`: int64 [rows, layers, K], -1 where none is recorded.
+        """While open, forward passes take their experts from `ids`: signed [rows, layers, K], -1 where nothing is.
 
         Stay inside through the backward pass when activations are checkpointed: the hooks run again there. None leaves
         every router its own choice. RunError when a layer has consumed no row by the end.
@@ -119,8 +119,8 @@ class RouterReplay:
         if ids is not None and idle:
             raise RunError(f"router replay: layers {idle} consumed none of the {len(ids)} recorded rows")
 
-    def checked(self, routing: NDArray[Any], covered: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """[N, L, K] narrow ids as int64 with -1 in uncovered rows; RunError for an id that is no expert.
+    def checked(self, routing: NDArray[Any], covered: NDArray[np.bool_]) -> NDArray[Any]:
+        """[N, L, K] ids with -1 in uncovered rows, in the narrowest signed type; RunError for an id that is no expert.
 
         On the host, before the device sees them: there a bad id is an assert without a message.
         """
@@ -129,15 +129,20 @@ class RouterReplay:
                 f"recorded routing is [layers, top_k] = {list(routing.shape[1:])}, the model has "
                 f"[{len(self.layers)}, {self.top_k}]"
             )
-        ids = routing.astype(np.int64)
+        if routing.size and routing.max() >= self.num_experts:
+            self._require_experts(np.where(covered[:, None, None], routing, 0))
+        ids = routing.astype(np.min_scalar_type(-self.num_experts))
         ids[~covered] = -1
-        if ids.size and ids.max() >= self.num_experts:
-            row, column, _ = np.unravel_index(int(ids.argmax()), ids.shape)
+        return ids
+
+    def _require_experts(self, ids: NDArray[Any]) -> None:
+        """RunError when one of these is no expert; what stands in rows that are not covered does not matter."""
+        row, column, _ = np.unravel_index(int(ids.argmax()), ids.shape)
+        if ids.max() >= self.num_experts:
             raise RunError(
                 f"recorded expert {ids.max()} at position {row}, layer {self.layers[column]}: the model has "
                 f"{self.num_experts} experts"
             )
-        return ids
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[int, Any]]:

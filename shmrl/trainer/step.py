@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import nn
 from shmrl.arena import Arena
 from shmrl.config import RunTree
 from shmrl.errors import ChecksumError, LostPayload, RunError, StaleHandle
+from shmrl.node.blocks import StepBlocks
+from shmrl.node.host import read_token
 from shmrl.payload import TensorBatch, assemble
 from shmrl.trainer.fold import Fold
 from shmrl.trainer.inputs import InputBuilder, LossArrays
@@ -31,7 +34,8 @@ from shmrl.types import MicroBatch
 
 log = logging.getLogger(__name__)
 
-_SUMS = ("loss", "kl", "entropy", "masked", "loss_tokens", "tokens", "bytes", "unrouted", "fetch_s", "fetches")
+_COMPUTED = ("loss", "kl", "entropy", "masked")  # sums over loss tokens, which stay on the device until the step ends
+_SUMS = ("loss_tokens", "tokens", "bytes", "unrouted", "fetch_s", "fetches")
 
 
 @dataclass(slots=True)
@@ -40,6 +44,7 @@ class _Share:
 
     work: list[tuple[MicroBatch, TensorBatch]] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMS, 0.0))
+    computed: list[torch.Tensor] = field(default_factory=list)  # per micro batch, float64 [len(_COMPUTED)]
     fetch_max_s: float = 0.0
     global_tokens: int = 0
     lost: int = 0  # over all ranks
@@ -66,14 +71,26 @@ class Stepper:
         self._loss: LossFn = make_loss(tree.trainer.loss)
         self._builder = InputBuilder(tree, policy.replay, ranks.device, policy.packed, policy.context)
         self._group_size = tree.trainer.context_parallel
+        self._blocks = StepBlocks(arena, ranks.rank, tree.arena, tree.node, read_token(tree.arena))
         self._staging: dict[int, TensorBatch] = {}  # by index in the step: buffers are reused from step to step
 
-    def run(self, step: int, micro_batches: list[MicroBatch], *, lr: float, warmup: bool = False) -> dict[str, float]:
-        """Train one step; the metrics of all ranks, the same on each. RunError when nothing of it can be read."""
+    def run(
+        self,
+        step: int,
+        micro_batches: list[MicroBatch],
+        *,
+        lr: float,
+        warmup: bool = False,
+        nodes: Mapping[str, str] | None = None,
+    ) -> dict[str, float]:
+        """Train one step; the metrics of all ranks, the same on each. RunError when nothing of it can be read.
+
+        nodes: where blocks of other nodes are served, by `Handle.origin`.
+        """
         began = time.monotonic()
-        share = self._assemble(step, micro_batches)
+        share = self._assemble(step, self._blocks.here(micro_batches, nodes or {}))
         assembled = time.monotonic()
-        self._arena.done([handle for batch in micro_batches for handle in batch.handles], reader=self._ranks.rank)
+        self._blocks.done(micro_batches)
         for index in range(len(share.work)):
             with gradient_sync(self._module, on=index == len(share.work) - 1):
                 self._accumulate(step, index, share, warmup)
@@ -84,8 +101,12 @@ class Stepper:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        metrics = self._metrics(share, time.monotonic() - assembled)
+        metrics = self._metrics(share, assembled)
         return metrics | {"train/grad_norm": grad_norm, "train/lr": lr, "time/assemble": assembled - began}
+
+    def close(self) -> None:
+        """Ends what steps have begun on other nodes."""
+        self._blocks.close()
 
     # ------------------------------------------------------------------------------------------------------ assemble
 
@@ -142,7 +163,10 @@ class Stepper:
     # --------------------------------------------------------------------------------------------------------- train
 
     def _accumulate(self, step: int, index: int, share: _Share, warmup: bool) -> None:
-        """Forward and backward of one micro batch; a dummy runs both with a loss of zero, for the collectives."""
+        """Forward and backward of one micro batch; a dummy runs both with a loss of zero, for the collectives.
+
+        Returns when everything is launched: the next micro batch is prepared and sent while a device computes this one.
+        """
         micro_batch, batch = share.work[index]
         inputs, arrays = self._builder.build(micro_batch, batch, supervised=warmup)
         with self._policy.prepared(inputs):
@@ -150,11 +174,9 @@ class Stepper:
                 out: TokenLogprobs = self._module(inputs)
             result = self._apply(step, index, micro_batch, batch, out, arrays, warmup)
             (result.loss * (self._ranks.world / share.global_tokens)).backward()  # type: ignore[no-untyped-call]
-        if not warmup:
-            share.sums["kl"] += float(mismatch_kl(out.label, arrays.sampler_logprobs).sum())
-        share.sums["loss"] += float(result.loss.detach())
-        share.sums["entropy"] += float(out.entropy.sum())
-        share.sums["masked"] += float(result.masked.sum())
+        kl = out.label.new_zeros(1) if warmup else mismatch_kl(out.label, arrays.sampler_logprobs)
+        found = (result.loss.detach(), kl.sum(), out.entropy.sum(), result.masked.sum())
+        share.computed.append(torch.stack([value.double() for value in found]))
         share.sums["loss_tokens"] += len(out.label)
 
     def _apply(
@@ -190,10 +212,12 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------------------- metrics
 
-    def _metrics(self, share: _Share, train_s: float) -> dict[str, float]:
+    def _metrics(self, share: _Share, assembled: float) -> dict[str, float]:
         """Means over the loss tokens of all ranks. `fetch` is what it took to read one micro batch into staging."""
-        rows = self._ranks.gather([*share.sums.values(), share.fetch_max_s, train_s])
-        total = dict(zip(_SUMS, rows.sum(0).tolist(), strict=False))
+        computed = torch.stack(share.computed).sum(0).tolist()  # waits for the device: only now the step has ended
+        train_s = time.monotonic() - assembled
+        rows = self._ranks.gather([*computed, *share.sums.values(), share.fetch_max_s, train_s])
+        total = dict(zip((*_COMPUTED, *_SUMS), rows.sum(0).tolist(), strict=False))
         train_s = float(rows[:, -1].max())
         per_token = 1.0 / total["loss_tokens"]
         return {

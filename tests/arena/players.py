@@ -14,7 +14,7 @@ class Player:
         self.views = {}
         self.blocks = {}
 
-    def put(self, data, tag, checksum):
+    def put(self, data, checksum, tag):
         return str(self.arena.put(data, tag=tag, on_full="spill", timeout_s=0, checksum=checksum))
 
     def reserve(self, key, nbytes, tag):

@@ -1,5 +1,5 @@
-"""Random kills for as long as one likes: storms over every backing, in full arenas that spill, each of which must leave
-nothing in memory and no file.
+"""Random kills for as long as one likes: storms over every backing, in full arenas that spill and whose sources have
+shares, each of which must leave nothing in memory, no file, and to everybody his share.
 
 `python -m tests.arena.soak MINUTES [SEED]` says a line per storm and ends with what was done; a fault is a traceback.
 """
@@ -16,11 +16,12 @@ from tests.arena.storm import settled
 ROOT = Path(__file__).parents[2]
 KILLS, WORKERS = 60, 4
 BACKINGS = ("shm", "memfd", "file")
+SHARES = {"s0": 0.25, "s1": "128KiB", "r": 0.25}  # sources of the storm; s2 has none
 
 
 def one(backing, base, seed):
     """A storm over an arena of its own -> (blocks that were made in it, how many spilled, of the last ones)."""
-    where = {"backing": backing, "base": base if backing == "file" else None, "spill_dir": base}
+    where = {"backing": backing, "base": base if backing == "file" else None, "spill_dir": base, "shares": SHARES}
     with Arena.create("1MiB", run_id="soak", **where) as arena:
         try:
             call = f"from tests.arena.storm import storm; storm({arena.address!r}, {KILLS}, {WORKERS}, {seed}, 'spill')"

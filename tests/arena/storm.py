@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from shmrl.arena import Arena, Handle
 from shmrl.errors import AlreadyFreed, ArenaFull, ForeignArena, NotOwner, NotSealed, StaleHandle
+from shmrl.units import PAGE
 
 CELLS = 64
 SIZES = (0, 1, 100, 300, 4096, 20_000, 65_536, 70_000, 300_000, 1_000_000)
@@ -81,6 +82,11 @@ class Worker:
             pass  # never shipped
 
     def recover(self):
+        with self.arena._look() as look:
+            (counters, _), shares = self.arena._locked_call(lambda: (look.count(), look.shares()))
+        if shares and sum(used for *_, used in shares) != counters["used_bytes"]:
+            print(f"WRONG SUM of {shares} for {counters}", flush=True)
+            os._exit(3)
         self.arena.discard(self.random.choice(("run/s0", "run/s1", "run/s2", "run/r")))
         self.arena.sweep()
 
@@ -152,9 +158,41 @@ def settled(arena):
     assert all(row["held_by"] == () for row in arena.ls())
     stats = arena.stats(by="source", exact=True)
     assert stats["blocks"] == stats["orphaned"]
-    assert sum(row["bytes"] for row in stats["by"].values()) == stats["used_bytes"]
+    assert sum(row["bytes"] for row in stats["by"].values()) == stats["used_bytes"] <= stats["capacity_bytes"]
+    assert {source: used for source, _, used in arena._look().shares()} == by_share(arena, stats["by"])
     arena.discard("run")
     stats = arena.stats(exact=True)
     assert (stats["blocks"], stats["used_bytes"], stats["created"] - stats["freed"]) == (0, 0, 0)
+    what_was_lent_comes_back(arena)
     assert arena.fsck() == []
     return stats["created"]
+
+
+def by_share(arena, by_source):
+    """Bytes of each share, from the rows by source; {} where there are no shares."""
+    out = {source: 0 for source, *_ in arena._look().shares()}
+    for source, row in by_source.items() if out else ():
+        out[source if source in out else ""] += row["bytes"]
+    return out
+
+
+def what_was_lent_comes_back(arena):
+    """In an arena that is empty again: who borrows leaves the reserve, whoever it is; then everybody has his share."""
+    shares, capacity = arena._look().shares(), arena.stats()["capacity_bytes"]
+    for source, guaranteed, used in shares:
+        assert used == 0
+        lent = take_pages(arena, source or "nobody", capacity // PAGE)
+        assert PAGE * len(lent) == capacity - min(capacity // 8, capacity - guaranteed)
+        arena.free(lent)
+    taken = [take_pages(arena, source or "nobody", guaranteed // PAGE) for source, guaranteed, _ in shares]
+    assert [PAGE * len(each) for each in taken] == [guaranteed for _, guaranteed, _ in shares]
+    arena.free([handle for each in taken for handle in each])
+
+
+def take_pages(arena, source, most):
+    """Blocks of a page each until the source is refused, or has `most`."""
+    out = []
+    with suppress(ArenaFull):
+        while len(out) < most:
+            out.append(arena.put(bytes(PAGE), tag=f"run/{source}", on_full="raise", checksum=False))
+    return out

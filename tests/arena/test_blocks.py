@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import random
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -51,7 +52,8 @@ def test_free_frees_all_it_can_then_raises(arena):
 def test_only_the_owner_frees_and_ships(arena):
     handle = arena.put(b"x")
     with Arena.attach(arena.address) as other:
-        with pytest.raises(NotOwner, match="adopt it first"):
+        mine = rf"is owned by .* \({os.getpid()}\); adopt it first"
+        with pytest.raises(NotOwner, match=mine):
             other.free(handle)
         with pytest.raises(NotOwner):
             other.ship(handle, readers=1)
@@ -206,6 +208,22 @@ def test_bad_arguments(arena):
         arena.reserve(64 << 20, on_full="raise")
     with pytest.raises(ValueError, match="empty prefix"):
         arena.discard("/")
+    with pytest.raises(ValueError, match="timeout_s=nan"):
+        arena.put(b"x", timeout_s=float("nan"))
+    assert blocks(arena) == 0
+    handle = arena.put(b"x")
+    with pytest.raises(ValueError, match="step=-1"):
+        arena.ship(handle, readers=1, step=-1)
+    with pytest.raises(ValueError, match="readers=257"):
+        arena.ship(handle, readers=257)
+    with pytest.raises(TypeError, match="float"):
+        arena.ship(handle, readers=1.5)
+    arena.ship(handle, readers=1, step=0)
+    with pytest.raises(TypeError, match="float"):
+        arena.done(handle, reader=0.5)
+    with pytest.raises(ValueError, match="reader=256"):
+        arena.done(handle, reader=256)
+    arena.done(handle, reader=255)
     assert blocks(arena) == 0
 
 
@@ -243,6 +261,39 @@ def test_the_ledger_as_last_reader(arena):
         assert bytes(view) == b"x"
     arena.done(handle, reader=2)
     assert blocks(arena) == 0
+
+
+def test_whoever_comes_too_late_is_told_who_ended_the_block_and_how(arena, helper):
+    kept, dropped, shipped = (arena.put(b"x", tag=f"run/{name}") for name in ("kept", "drop", "ship"))
+    block = arena.reserve(10, tag="run/drop/later")
+    other = helper(discarder, arena.address, "run/drop")
+    assert other.line() == "2"
+    here, there = (rf"by .* \({pid}\), \d+\.\d s ago" for pid in (os.getpid(), other.process.pid))
+    with pytest.raises(AlreadyFreed, match=rf"was discarded {there}; 1 others were freed now"):
+        arena.free([dropped, kept])
+    with pytest.raises(AlreadyFreed, match=rf"block 'run/drop/later' was discarded {there}, before it was sealed"):
+        block.seal()
+    for verb in (arena.get, arena.adopt, lambda handle: arena.ship(handle, readers=1)):
+        with pytest.raises(StaleHandle, match=rf"was discarded {there}"):
+            verb(dropped)
+        with pytest.raises(StaleHandle, match=rf"was freed {here}"):
+            verb(kept)
+    arena.ship(shipped, readers=1)
+    arena.done(shipped)
+    with pytest.raises(AlreadyFreed, match=rf"was freed {here}"):
+        arena.free(shipped)
+    for _ in range(1500):
+        arena.free(arena.put(b""))
+    with pytest.raises(AlreadyFreed, match="was freed already; 0 others"):  # no event says so any more
+        arena.free(dropped)
+    with pytest.raises(StaleHandle, match="was freed, or its slot belongs to another generation"):
+        arena.get(dropped)
+
+
+def discarder(address, tag):
+    with Arena.attach(address) as own:
+        print(own.discard(tag), flush=True)
+        sys.stdin.readline()
 
 
 def test_discard_is_by_path_component(arena):

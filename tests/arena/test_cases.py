@@ -3,38 +3,49 @@
 SH-01  a reader's exit removes the segment       below; test_processes.py::test_attaching_and_leaving_changes_nothing
 SH-02  SIGBUS when tmpfs is full                 below; test_memory.py: ..._an_error_not_a_signal, ..._crashes_nobody
 SH-03  64 MB of /dev/shm in containers          below; the same at other sizes in test_memory.py
-SH-05  SIGKILL leaks segments                    test_storms.py: a whole run; test_crashes_python.py: at every point
+SH-05  SIGKILL leaks segments                    test_storms.py: a whole run; test_memory.py: ..._no_byte_is_left;
+                                                 test_crashes_python.py: at every point of every operation
 SH-08  pid liveness is wrong across namespaces   below; test_processes.py::..._in_another_pid_namespace_is_alive
 SH-10  no ordering between data and flag         below; test_core.py under ThreadSanitizer
-SH-11  a writer waits for a dead reader          test_processes.py::test_a_put_goes_on_when_the_holder_is_killed
-SH-12  waiting is mistaken for the fault         test_processes.py::test_a_long_wait_says_for_whom_and_then_less_often
-SH-13  one descriptor per tensor                 test_memory.py::test_a_hundred_thousand_handles_take_no_descriptors
+SH-11  a writer waits for a dead reader          below
+SH-12  waiting is mistaken for the fault         below; test_processes.py::test_a_stopped_holder_of_the_lock_is_...;
+                                                 ten minutes: e2e/test_by_hand.py::test_ten_idle_minutes_are_silent
+SH-13  one descriptor per tensor                 test_processes.py: a hundred thousand blocks of eight processes
 SH-15  an array outlives the mapping             test_blocks.py: ..._refused_and_the_data_stays; test_views.py: the end
 SH-17  a slice pins or pickles its parent        test_reading.py; test_blocks.py::test_a_view_is_not_pickled
 SH-18  first touch dominates writes              test_memory.py: ..._touched_is_taken_first; benches/bench_arena.py
 SH-19  pages on the wrong socket                 test_placement.py
-SH-20  names collide, a stale file is in the way below; test_files.py::test_the_next_create_removes_the_dead_...
+SH-20  names collide, a stale file is in the way below; test_files.py::test_the_next_create_removes_the_dead_...;
+                                                 of a directory in use: node/test_host.py
 SH-22  a result arrives after it was dropped     below
 SH-25  kernel-owned lifetime                     test_memory.py: a read-only /dev/shm; test_storms.py[memfd]
+FR-01  checksums survive a cut                   test_columns.py: a flipped bit; payload/test_assemble.py: a cut one
+FR-04  who holds which bytes                     test_commands.py: tables sum to the arena's use; suspects of old steps
+FR-05  bounded memory                            orchestrator/test_full_arena.py; test_spill.py: four times what fits
+FR-07  a rank reads its layers and tokens        payload/test_gather.py: an eighth of the pages; test_assemble.py there
 """
 
 import os
+import re
 import shutil
 import signal
 import struct
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from setproctitle import setproctitle
 
-from shmrl.arena import Arena, files
-from shmrl.errors import AlreadyFreed
+from shmrl.arena import Arena, commands, files, render
+from shmrl.errors import AlreadyFreed, ArenaFull, PeerDied
 from tests.arena import layout
 from tests.arena.test_core import ROOT
 from tests.arena.test_corruption import words, write
 from tests.arena.test_crashes import build
 from tests.arena.test_memory import MIB, on_small_shm
-from tests.arena.test_processes import reader
+from tests.arena.test_processes import reader, until, writer
 
 ENDS = ("pass", "a.close()", "sys.exit(3)", "raise RuntimeError('mine')", "os._exit(0)")
 
@@ -127,6 +138,93 @@ def test_sh_08_a_dead_holder_whose_pid_lives_again_is_swept(arena, helper):
         assert arena.sweep() == 1
     arena.sweep()
     assert arena.holders(handle)["held_by"] == ()
+    arena.free(handle)
+
+
+def test_sh_11_a_writer_goes_on_within_a_second_of_the_death_of_who_held_the_space(arena, helper):
+    handle = arena.put(bytes(40 * MIB))
+    other = helper(reader, arena.address, handle)
+    other.line()
+    arena.free(handle)  # the reader's hold is all that is left of it
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(arena.put, bytes(40 * MIB), timeout_s=30)
+        until(lambda: arena.pressure()["used_bytes"] and arena.stats()["waits"])
+        assert not writing.done()
+        killed = time.monotonic()
+        other.kill()
+        arena.free(writing.result(1 - (time.monotonic() - killed)))
+
+
+def test_sh_11_whose_death_leaves_nobody_to_wait_for_is_named_with_what_it_held(arena, helper):
+    other = helper(writer, arena.address, 40 * MIB)
+    other.line()
+    other.kill()
+    began = time.monotonic()
+    with pytest.raises(PeerDied, match="all 1 blocks") as caught:
+        arena.put(bytes(40 * MIB), timeout_s=30)
+    assert time.monotonic() - began < 1
+    assert f"left: 40.1 MiB in 1 by -c {arena.address} ({other.process.pid}), and nobody else" in str(caught.value)
+    assert arena.discard("run/w") == 1
+
+
+def test_sh_11_no_wait_outlasts_its_deadline(arena, helper):
+    handle = arena.put(bytes(40 * MIB))
+    other = helper(reader, arena.address, handle)
+    other.line()
+    arena.free(handle)
+    began = time.monotonic()
+    with pytest.raises(ArenaFull):
+        arena.put(bytes(40 * MIB), timeout_s=0.5)
+    assert 0.5 <= time.monotonic() - began < 1.5
+    other.say()
+    assert other.wait() == 0
+
+
+def rank(address, handle):
+    """A reader with the title of a role."""
+    setproctitle("shmrl:trainer:3")
+    reader(address, handle)
+
+
+def test_sh_12_a_wait_names_the_role_that_is_stopped_and_then_less_often(arena, helper, monkeypatch, caplog):
+    """Told after 0.1, 0.2, 0.4 and 0.8 s, and nothing while there is room."""
+    monkeypatch.setattr("shmrl.arena.waiting.PATIENCE_S", 0.1)
+    handle, mine = arena.put(bytes(40 * MIB)), arena.put(b"mine")
+    other = helper(rank, arena.address, handle)
+    other.line()
+    arena.free(handle)  # the reader's hold is all that is left of it
+    here = f"trainer:3 ({other.process.pid}), "
+    with pytest.raises(ArenaFull, match=f"{re.escape(here)}alive, attached "):
+        arena.put(bytes(40 * MIB), on_full="raise")
+    other.signal(signal.SIGSTOP)
+    until(lambda: arena._is_stopped(other.process.pid))
+    assert caplog.messages == []
+    with pytest.raises(ArenaFull):
+        arena.put(bytes(40 * MIB), timeout_s=1.2)
+    assert 2 <= len(caplog.messages) <= 4
+    for message in caplog.messages:
+        assert message.startswith("still waiting: no room for 40.0 MiB after ")
+        assert re.search(rf"{re.escape(here)}STOPPED, attached \d+ s ago: 40\.1 MiB in 1 blocks", message)
+        assert re.search(rf" \({os.getpid()}\), alive, attached \d+ s ago: 256 B in 1 blocks", message)
+    assert re.search(rf"\n  STOPPED +{other.process.pid}  trainer:3\n", render.stats(commands.stats(arena.address)))
+    other.signal(signal.SIGCONT)
+    other.say()
+    assert other.wait() == 0
+    arena.free(mine)
+
+
+def test_sh_12_an_idle_arena_says_nothing(arena, helper, caplog):
+    """All that roles do while nothing happens, as often as in ten minutes."""
+    handle = arena.put(b"abcd", tag="run/idle")
+    other = helper(rank, arena.address, handle)
+    other.line()
+    for _ in range(600):
+        assert arena.sweep() == 0
+        assert arena.pressure()["waiting"] == 0
+    arena.stats(), commands.top(arena.address)
+    assert caplog.messages == []
+    other.say()
+    assert other.wait() == 0
     arena.free(handle)
 
 

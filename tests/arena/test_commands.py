@@ -179,6 +179,30 @@ def test_fsck_of_a_busy_arena_is_clean_and_stops_nobody(arena, helper):
     assert commands.fsck(arena.address) == [{"address": arena.address, "faults": [], "totals_checked": True}]
 
 
+def test_gc_takes_the_dead_and_tells_what_the_living_keep_of_theirs(arena, helper):
+    gone = helper(doomed, "2MiB")
+    address, _ = gone.line().split()
+    kept = helper(sealing, arena.address)
+    kept.line()
+    for one in (gone, kept):
+        one.kill()
+    arena.sweep()
+    done = shmrl("gc")
+    assert f"removed {address}\n" in done.stdout
+    assert f"left {arena.address}, which lives, with 1 orphans (128.0 KiB): a process attached to it" in done.stdout
+    (left,) = [one for one in commands.gc()["left"] if one["address"] == arena.address]
+    assert left == {"address": arena.address, "orphaned": 1, "orphaned_bytes": 2 << 16}
+    assert "1 orphaned (128.0 KiB)" in render.stats(commands.stats(arena.address))
+    arena.discard("run")
+    assert [one for one in commands.gc()["left"] if one["address"] == arena.address] == []
+
+
+def sealing(address):
+    arena = Arena.attach(address)
+    print(arena.put(bytes(100_000), tag="run/src"), flush=True)
+    sys.stdin.readline()
+
+
 def test_inspectors_need_no_slot():
     with Arena.create("1MiB", max_processes=1) as arena:
         handle = arena.put(b"abc", tag="run/src")

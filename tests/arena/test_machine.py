@@ -1,6 +1,6 @@
 """Random histories of verbs by three processes, any of which may be killed at any time, against a dict.
 
-The arena is small, so that blocks spill into files at any time, and two sizes always do.
+The arena is small, so that blocks spill into files at any time, and two sizes always do. Two sources have shares of it.
 """
 
 import builtins
@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shmrl import errors
-from shmrl.arena import Arena, Handle
-from tests.arena.machine import Block, Model
+from shmrl.arena import Arena, Handle, span_bytes
+from tests.arena.machine import CAPACITY, PAGE, SHARES, Block, Model, Unsealed, span_of_put
 from tests.arena.players import nursery
+from tests.arena.storm import what_was_lent_comes_back
 
 PLAYERS = st.sampled_from("abc")
-TAGS = st.sampled_from(("run/x/1", "run/x/10", "run/y"))
-CAPACITY = 1 << 20
-SIZES = st.sampled_from((0, 1, 255, 300, 4096, 33_000, 65_536, 65_537, 200_000, CAPACITY + 1))
+TAGS = st.sampled_from(("run/x/1", "run/x/10", "run/y", "run/z"))
+SIZES = st.sampled_from((0, 1, 255, 300, 4096, 33_000, PAGE, PAGE + 1, 200_000, CAPACITY + 1))
 ROWS = st.sampled_from((0, 1, 600, 20_000, CAPACITY // 10 + 1))
 READERS = st.integers(1, 2)
 PICK = st.integers(0, 1 << 20)
@@ -57,8 +57,8 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.arena = Arena.create(CAPACITY, run_id="machine", spill_dir=self.spill_dir)
-        self.model, self.players, self.unsealed = Model(), {}, {}
+        self.arena = Arena.create(CAPACITY, run_id="machine", spill_dir=self.spill_dir, shares=SHARES)
+        self.model, self.players = Model(), {}
 
     def player(self, name):
         if name not in self.players:
@@ -78,31 +78,44 @@ class Machine(RuleBasedStateMachine):
 
     # -------------------------------------------------------------------------------------------------- writing
 
+    def placed(self, name, verb, span, *args, tag):
+        """Calls a verb that takes `span` bytes, or none for a file -> (its answer, what it took).
+
+        A file it is where the shares do not admit the block, and only for want of room where they do.
+        """
+        admitted, fits, before = self.model.admits(tag, span), self.model.fits(span), self.arena.stats()["used_bytes"]
+        answer = self.player(name)(verb, *args, tag=tag)
+        took = self.arena.stats()["used_bytes"] - before
+        assert took in (0, span)
+        if span:
+            assert admitted if took else not (admitted and fits)
+        return answer, took
+
     @rule(name=PLAYERS, nbytes=SIZES, tag=TAGS, checked=st.booleans())
     def put(self, name, nbytes, tag, checked):
         data = bytes([self.model.created % 256]) * nbytes
-        handle = self.player(name)("put", data, tag, checked)
-        self.model.add(handle, Block(data, tag, name, checked))
+        handle, span = self.placed(name, "put", span_of_put(nbytes), data, checked, tag=tag)
+        self.model.add(handle, Block(data, tag, name, checked, span))
 
     @rule(name=PLAYERS, rows=ROWS, tag=TAGS)
     def reserve(self, name, rows, tag):
-        key = self.model.created
-        self.player(name)("reserve", key, 10 * rows + 7, tag)
-        self.unsealed[key] = [name, rows, tag, False]
+        key, nbytes = self.model.created, 10 * rows + 7
+        _, span = self.placed(name, "reserve", span_bytes(nbytes), key, nbytes, tag=tag)
+        self.model.unsealed[key] = Unsealed(name, rows, tag, span)
         self.model.created += 1
 
-    @precondition(lambda self: self.unsealed)
+    @precondition(lambda self: self.model.unsealed)
     @rule(seal=st.booleans(), checked=st.booleans())
     def seal_or_abort(self, seal, checked):
-        key, (name, rows, tag, discarded) = self.unsealed.popitem()
+        key, block = self.model.unsealed.popitem()
         if not seal:
-            return self.player(name)("abort", key)
-        data = (key % 200).to_bytes(1, "little") * (10 * rows) + b"restful"
-        columns = [("text", 10 * rows, 1, 7), ("rows", 0, 10, rows)]
-        error = errors.AlreadyFreed if discarded else None
-        handle = self.expect(error, name, "seal", key, data, columns, checked)
+            return self.player(block.owner)("abort", key)
+        data = (key % 200).to_bytes(1, "little") * (10 * block.rows) + b"restful"
+        columns = [("text", 10 * block.rows, 1, 7), ("rows", 0, 10, block.rows)]
+        error = errors.AlreadyFreed if block.discarded else None
+        handle = self.expect(error, block.owner, "seal", key, data, columns, checked)
         if handle:
-            self.model.blocks[handle] = Block(data, tag, name, checked, rows)
+            self.model.blocks[handle] = Block(data, block.tag, block.owner, checked, block.span, block.rows)
         return None
 
     # -------------------------------------------------------------------------------------------------- reading
@@ -180,13 +193,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=PLAYERS, prefix=st.sampled_from(("run", "run/x", "run/x/1", "run/y")))
     def discard(self, name, prefix):
-        assert self.player(name)("discard", prefix) == self.model.discard(prefix) + self.discard_unsealed(prefix)
-
-    def discard_unsealed(self, prefix):
-        found = [one for one in self.unsealed.values() if not one[3] and f"{one[2]}/".startswith(f"{prefix}/")]
-        for one in found:
-            one[3] = True
-        return len(found)
+        assert self.player(name)("discard", prefix) == self.model.discard(prefix)
 
     # ------------------------------------------------------------------------------------------- coming and going
 
@@ -203,18 +210,23 @@ class Machine(RuleBasedStateMachine):
             one("close")
             one.pipe.close()
         self.model.leave(name)
-        self.unsealed = {key: value for key, value in self.unsealed.items() if value[0] != name}
 
     @invariant()
     def the_arena_is_what_the_model_says(self):
         stats = self.arena.stats(by="source", exact=True)
         living = self.model.living()
         assert self.arena.fsck() == []
-        assert stats["blocks"] == len(living) + len(self.unsealed)
+        assert stats["blocks"] == len(living) + len(self.model.unsealed)
         assert stats["created"] == stats["freed"] + stats["blocks"] == self.model.created
         assert stats["used_bytes"] == sum(row["bytes"] for row in stats["by"].values())
+        self.shares_are_what_their_blocks_take(stats)
         self.files_are_those_of_spilled_blocks(stats, living)
         assert stats["orphaned"] == sum(block.owner is None and not block.retired for block in living.values())
+
+    def shares_are_what_their_blocks_take(self, stats):
+        counted = {source: used for source, _, used in self.arena._look().shares()}
+        assert counted == self.model.used()
+        assert sum(counted.values()) == stats["used_bytes"] <= CAPACITY
 
     def files_are_those_of_spilled_blocks(self, stats, living):
         """A file for each, and for nothing else; what is in a file takes no space of the arena."""
@@ -229,8 +241,15 @@ class Machine(RuleBasedStateMachine):
     def teardown(self):
         for one in self.players.values():
             one.kill()
-        self.arena.close()
-        self.arena.unlink()
+        left = len(self.players)
+        while left:
+            left -= self.arena.sweep()
+        self.arena.discard("run")
+        try:
+            what_was_lent_comes_back(self.arena)
+        finally:
+            self.arena.close()
+            self.arena.unlink()
         assert list(self.spill_dir.iterdir()) == []
 
 

@@ -283,33 +283,6 @@ def test_attach_says_which_limit_of_the_process_forbids_it(ulimit, said):
         arena.unlink()
 
 
-def holder_of_many(address, count):
-    """Holds `count` live blocks, says how many descriptors it has, and frees them when told."""
-    with Arena.attach(address) as arena:
-        handles = [arena.put(b"x" * 64) for _ in range(int(count))]
-        print(len(os.listdir("/proc/self/fd")), flush=True)
-        input()
-        arena.free(handles)
-
-
-def test_a_hundred_thousand_handles_take_no_descriptors(helper):
-    """SH-13: eight processes under `ulimit -n 256`."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-    try:
-        with Arena.create("64MiB") as arena:
-            holders = [helper(holder_of_many, arena.address, 12_500) for _ in range(8)]
-            assert max(int(one.line()) for one in holders) < 64
-            assert arena.stats()["blocks"] == 100_000
-            for one in holders:
-                one.say()
-            assert [one.wait() for one in holders] == [0] * 8
-            assert arena.stats()["blocks"] == 0
-            arena.unlink()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def test_memory_is_committed_in_steps_ahead_of_use():
     with Arena.create("512MiB") as arena:
         assert arena.stats()["committed_bytes"] == 256 * MIB

@@ -14,7 +14,7 @@ import pytest
 from shmrl.arena import Arena, Handle
 from shmrl.arena.commands import stats
 from shmrl.arena.waiting import giving_up
-from shmrl.errors import ArenaClosed, ArenaFull, PeerDied, PeerStalled, StaleHandle, TooManyProcesses
+from shmrl.errors import ArenaClosed, ArenaFull, PeerStalled, StaleHandle, TooManyProcesses
 from tests.arena.conftest import UNSHARE
 
 MIB = 1 << 20
@@ -109,8 +109,10 @@ def many_handles(address, count):
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     with Arena.attach(address) as arena:
         handles = [arena.put(b"x", tag="run/many", checksum=False) for _ in range(int(count))]
-        print(len(arena.get_many(handles)), len(os.listdir("/proc/self/fd")), flush=True)
+        views = arena.get_many(handles)
+        print(len(views), len(os.listdir("/proc/self/fd")), flush=True)
         wait_for()
+        views.clear()
 
 
 def whole_reader(address, handle):
@@ -188,7 +190,7 @@ def test_too_many_processes(helper):
 
 
 def test_a_hundred_thousand_blocks_of_eight_processes_take_no_descriptors(arena, helper):
-    """256 descriptors per process are plenty; blocks have none."""
+    """SH-13: 256 descriptors per process are plenty; blocks and views have none."""
     owners = [helper(many_handles, arena.address, 12_500) for _ in range(8)]
     for owner in owners:
         blocks, descriptors = map(int, owner.line().split())
@@ -253,7 +255,7 @@ def test_orphans_expire_when_asked_to(helper):
         deadline = time.monotonic() + 10
         while arena.stats()["blocks"] and time.monotonic() < deadline:
             arena.sweep()
-        with pytest.raises(StaleHandle):
+        with pytest.raises(StaleHandle, match=rf"was freed as an orphan by .* \({os.getpid()}\), \d\.\d s ago"):
             arena.adopt(handle)
         arena.unlink()
 
@@ -287,28 +289,6 @@ def test_a_stopped_process_is_alive(arena, helper):
     assert arena.stats()["blocks"] == 0
 
 
-def test_a_long_wait_says_for_whom_and_then_less_often(arena, helper, monkeypatch, caplog):
-    """A stopped reader has the space. Told after 0.1, 0.2, 0.4 and 0.8 s; a put that finds room is not."""
-    monkeypatch.setattr("shmrl.arena.waiting.PATIENCE_S", 0.1)
-    handle = arena.put(bytes(40 * MIB))
-    other = helper(reader, arena.address, handle)
-    other.line()
-    other.signal(signal.SIGSTOP)
-    arena.free(handle)  # the reader's hold is all that is left of it
-    arena.free(arena.put(b"small"))
-    assert caplog.messages == []
-    with pytest.raises(ArenaFull):
-        arena.put(bytes(40 * MIB), timeout_s=1.2)
-    assert 2 <= len(caplog.messages) <= 4
-    for message in caplog.messages:
-        assert message.startswith("still waiting: no room for 40.0 MiB after ")
-        assert f"({other.process.pid}), alive, attached " in message
-        assert " s ago: 40.1 MiB in 1 blocks" in message
-    other.signal(signal.SIGCONT)
-    other.say()
-    assert other.wait() == 0
-
-
 def stopped_inside(arena, hog, handles):
     """Stops the hog at any moment until one of them is inside the lock -> the error that says so."""
     for _ in range(100):
@@ -327,7 +307,8 @@ def test_a_stopped_holder_of_the_lock_is_named_at_the_deadline(arena, helper):
     hog = helper(lock_hog, arena.address)
     hog.line()
     stalled = stopped_inside(arena, hog, handles)
-    assert stalled.pid == hog.process.pid
+    assert (stalled.pid, stalled.stopped) == (hog.process.pid, True)
+    assert f"and is stopped (kill -CONT {hog.process.pid})" in str(stalled)
     assert 0.2 < stalled.held_s < 5
     with pytest.raises(PeerStalled):  # however long it is stopped
         arena.put(b"", timeout_s=0.5)
@@ -388,17 +369,6 @@ def test_a_put_waits_until_another_process_frees(arena, helper):
     handle = arena.put(bytes(40 * MIB), timeout_s=30)
     assert other.line() == "freed"
     arena.free(handle)
-
-
-def test_a_put_goes_on_when_the_holder_is_killed(arena, helper):
-    handle = arena.put(bytes(40 * MIB))
-    other = helper(reader, arena.address, handle)
-    other.line()
-    arena.free(handle)  # the reader's hold is all that is left of it
-    threading.Timer(0.2, other.kill).start()
-    began = time.monotonic()
-    arena.free(arena.put(bytes(40 * MIB), timeout_s=30))
-    assert time.monotonic() - began < 5
 
 
 def test_waiting_is_first_come_first_served(arena, helper):
@@ -464,17 +434,6 @@ def test_a_killed_waiter_loses_its_place(arena, helper):
     arena.free(handles[0])
     handles[0] = arena.put(bytes(10 * MIB), timeout_s=10)
     assert arena.free(handles) == 3
-
-
-def test_nobody_left_to_free_is_said_at_once(arena, helper):
-    other = helper(writer, arena.address, 40 * MIB)
-    other.line()
-    other.kill()
-    began = time.monotonic()
-    with pytest.raises(PeerDied, match="all 1 blocks"):
-        arena.put(bytes(40 * MIB), timeout_s=30)
-    assert time.monotonic() - began < 5
-    assert arena.discard("run/w") == 1
 
 
 def test_more_than_fits_passes_through(arena, helper):

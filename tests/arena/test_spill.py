@@ -76,7 +76,7 @@ def test_only_what_does_not_fit_is_spilled_and_only_on_request(spilling, tmp_pat
     first = spilling.put(bytes(600_000), on_full="spill")
     assert (spilling.stats()["spilled"], files(tmp_path)) == (0, [])
     for on_full in ("block", "raise"):
-        with pytest.raises(ArenaFull):
+        with pytest.raises(ArenaFull, match=r'\(on_full="spill" would put this one there\)'):
             spilling.put(bytes(600_000), on_full=on_full, timeout_s=0.01)
     second = spilling.put(bytes(600_000), on_full="spill", timeout_s=0.01)
     stats = spilling.stats()

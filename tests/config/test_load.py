@@ -1,5 +1,7 @@
 """One tree, every fault at once, flags as TOML values, a dump that reads back equal."""
 
+from pathlib import Path
+
 import pytest
 
 from shmrl.config import dump_toml, env_server_from, load_env_server, load_run
@@ -140,6 +142,9 @@ def test_impossible_combinations_fail_while_loading(tmp_path, change, message):
     [
         ("trainer.optimizer.lr", "inf", "Input should be a finite number"),
         ("orchestrator.connect_timeout_s", "nan", "Input should be a finite number"),
+        ("arena.orphan_ttl_s", "inf", "Input should be a finite number"),
+        ("arena.orphan_ttl_s", "nan", "Input should be a finite number"),
+        ("arena.orphan_ttl_s", "2147483649.0", "Input should be less than or equal to 2147483648"),
         ("trainer.optimizer.betas", "[0.9, 1.5]", "Input should be less than 1"),
         ("trainer.device", "tpu", "should match pattern"),
         ("run.seed", "9223372036854775808", "Input should be less than 9223372036854775808"),
@@ -199,6 +204,35 @@ def test_shares_are_read_as_they_are_written(tmp_path):
 )
 def test_shares_that_cannot_be_fail_while_loading(tmp_path, table, message):
     assert any(message in problem for problem in problems(tmp_path, GOOD + f"[arena]\n{table}\n"))
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ("[node]\naddress = '0.0.0.0:7070'", "a host that other nodes can reach, and a port"),
+        ("[node]\naddress = '10.0.0.5:0'", "a host that other nodes can reach, and a port"),
+        ("[node]\naddress = '10.0.0.5'", "node.address = '10.0.0.5'"),
+        ("[node]\naddress = '10.0.0.5:7070'\ncertificate = 'c.pem'", "certificate and key belong together"),
+        ("[node]\ncertificate = 'c.pem'\nkey = 'k.pem'", "belong together, and to an address"),
+        ("[arena]\ntransport = 'rdma'", "arena.transport = 'rdma'"),
+        ("[arena]\nfetch_capacity = '1GiB'", "shares of fetched are sizes: they need capacity"),
+        ("[arena]\nshares = {a = 0.7}\nfetch_capacity = 0.5", "exceed the capacity"),
+    ],
+)
+def test_a_node_that_cannot_be_fails_while_loading(tmp_path, tables, message):
+    assert any(message in problem for problem in problems(tmp_path, GOOD + tables + "\n"))
+
+
+def test_a_node_server_has_a_url_and_the_copies_a_share(tmp_path):
+    assert load_run([write(tmp_path, GOOD)]).node.url is None
+    text = GOOD + "[arena]\nshares = {a = 0.5}\nfetch_capacity = 0.25\n[node]\naddress = '[::1]:7070'\n"
+    tree = load_run([write(tmp_path, text)])
+    assert tree.node.url == "http://[::1]:7070"
+    assert tree.arena.guaranteed == {"a": 0.5, "fetched": 0.25}
+    tls = {"node.certificate": "c.pem", "node.key": "k.pem", "node.ca": "/ca.pem"}
+    tree = load_run([write(tmp_path, text)], tls).absolute()
+    assert tree.node.url == "https://[::1]:7070"
+    assert (tree.node.key, str(tree.node.ca)) == (Path("k.pem").resolve(), "/ca.pem")
 
 
 def test_writers_that_may_spill_wait_half_a_second_unless_told_otherwise(tmp_path):

@@ -1,9 +1,11 @@
 """Every role started by hand, as the README has it; the orchestrator is stopped and resumed beside running servers."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -53,11 +55,7 @@ def test_roles_by_hand_and_an_orchestrator_that_comes_back(tmp_path):
     configs = run.output_dir / "configs"
     servers, others = [], []
     try:
-        node = Terminal(tmp_path, "node", *run.files, *run.flags)
-        others.append(node)
-        wait_until(lambda: "shmrl orchestrator" in node.path.read_text() or not node.alive(), START_S, "the node")
-        for role in (("inference", configs / "inference.toml"), *_env_servers(configs)):
-            servers.append(Terminal(tmp_path, *role))
+        node = _node_and_servers(tmp_path, run, servers, others)
         trainer, orchestrator = _trainer_and_orchestrator(tmp_path, configs, others)
         wait_until(lambda: len(run.metrics()) >= 2 or not orchestrator.alive(), START_S, "step 2")
         orchestrator.process.send_signal(signal.SIGINT)
@@ -75,6 +73,34 @@ def test_roles_by_hand_and_an_orchestrator_that_comes_back(tmp_path):
     assert {server.finish()[0] for server in servers} == {128 + signal.SIGTERM}
     assert node.finish()[0] == 128 + signal.SIGTERM
     assert not run.tree.socket_dir.exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_ten_idle_minutes_are_silent(tmp_path):
+    """SH-12: who waits for nothing warns of nothing."""
+    run = Run(tmp_path, text=SLOW + MODEL + SECOND, sources=2)
+    servers, others = [], []
+    try:
+        _node_and_servers(tmp_path, run, servers, others)
+        time.sleep(600)
+        for one in (*servers, *others):
+            assert one.alive()
+            assert not re.search(r"^\S+ [WEC] ", one.path.read_text(), re.MULTILINE), one.path.read_text()
+    finally:
+        for one in (*servers, *reversed(others)):
+            one.stop()
+
+
+def _node_and_servers(directory, run, servers, others):
+    """The node, once it is ready, which goes to `others`; engine and env servers are started and go to `servers`."""
+    configs = run.output_dir / "configs"
+    node = Terminal(directory, "node", *run.files, *run.flags)
+    others.append(node)
+    wait_until(lambda: "shmrl orchestrator" in node.path.read_text() or not node.alive(), START_S, "the node")
+    for role in (("inference", configs / "inference.toml"), *_env_servers(configs)):
+        servers.append(Terminal(directory, *role))
+    return node
 
 
 def _env_servers(configs):

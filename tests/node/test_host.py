@@ -6,12 +6,15 @@ import stat
 import subprocess
 import sys
 
+import psutil
 import pytest
 
-from shmrl.arena import Arena
+from shmrl.arena import Arena, unlink
 from shmrl.config import load_env_server, load_run
 from shmrl.errors import ArenaError, ConfigError, RunError
+from shmrl.node.client import Client
 from shmrl.node.host import exclusive, hosted, read_token
+from tests.node.conftest import free_port
 from tests.support import leftovers
 
 RUN = """
@@ -134,11 +137,41 @@ def test_node_hosts_by_hand_prints_the_commands_and_removes_everything_at_a_sign
         assert (node.out / "weights" / "step_0" / "model.safetensors").exists()
         assert load_run([tmp_path / "run.toml", node.out / "node.toml"]).arena == node.arena
         Arena.attach(node.arena.address).close()
+        assert psutil.Process(node.process.pid).children() == []  # one node needs no server
         assert len(read_token(node.arena)) == 32
     assert node.code == 128 + how
     assert not (node.out / "node.toml").exists()
     assert not tree.socket_dir.exists()
     assert segments_of(node.arena) == []
+
+
+def test_a_node_with_an_address_has_a_server_that_is_started_again_and_shows_no_token(tmp_path, capfd):
+    """And that ends with the node, however that ends. Without a tiny model to be made the node is up at once."""
+    (tmp_path / "run.toml").write_text("[model]\npath = '.'" + RUN[RUN.index("\n[arena]") :])
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with Node(tmp_path, f"--node.address=127.0.0.1:{port}", "--log.level=debug", how=signal.SIGKILL) as node:
+        token = read_token(node.arena)
+        with Arena.attach(node.arena.address) as arena, Client(token, patience_s=20) as client:
+            handle = arena.put(b"x")
+            for _ in range(2):
+                assert client.call(url, "blocks/adopt", handles=[handle]) is None
+                commands = [process.cmdline() for process in leftovers.processes()]
+                assert not any(token in word for command in commands for word in command)
+                (server,) = psutil.Process(node.process.pid).children()
+                assert server.name().startswith("shmrl:node")
+                server.kill()
+                server.wait()
+            assert client.call(url, "blocks/discard", tag_prefix="none") == 0
+        (server,) = psutil.Process(node.process.pid).children()
+    server.wait(10)
+    said = capfd.readouterr().err
+    assert said.count("is started again") == 2
+    assert "POST /v1/blocks/adopt: 200" in said
+    assert token not in said
+    unlink(node.arena.address)
+    with exclusive(load_run([tmp_path / "run.toml"], {"run.output-dir": str(node.out)})):
+        pass
 
 
 def test_what_a_killed_node_left_is_removed_by_the_next(tree, tmp_path):

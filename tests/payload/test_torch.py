@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shmrl.errors import ViewsAlive
-from shmrl.payload import Branch, assemble, encode
+from shmrl.payload import Branch, assemble, encode, torch_adapter
 from shmrl.payload.torch_adapter import view_to_torch
 from shmrl.types import MicroBatch
 from tests.payload.branches import make
@@ -62,6 +62,17 @@ def test_torch_never_gets_the_arena_to_write_to(arena, ask):
         with pytest.raises(BufferError, match="leave out copy=False"):
             torch.from_dlpack(view, copy=False)
         view.release()  # nothing of it is held
+    arena.free(view.handle)
+
+
+def test_a_copy_to_a_device_reads_the_arena_itself(arena):
+    """Where that is registered with CUDA, nothing lies between; what the device copies from is gone afterwards."""
+    with arena.get(arena.put(b"abc")) as view:
+        array = np.frombuffer(memoryview(view), np.uint8)
+        assert torch_adapter._borrowed(array).data_ptr() == array.ctypes.data
+        assert view_to_torch(view, device="meta").shape == (3,)
+        del array
+        view.release()
     arena.free(view.handle)
 
 

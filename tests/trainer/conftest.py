@@ -38,27 +38,32 @@ def arena():
     arena.close()
 
 
+def run_tree(model, output_dir, address, *, warmup=None, max_steps=4, sampling=None, **trainer):
+    """A RunTree that trains `model` from the source of `branches`; more keywords are keys of [trainer]."""
+    defaults = {"head": 4, "router_replay": True, "checkpoint": {"interval": 2}, "optimizer": {"lr": 1e-2}}
+    source = {
+        "name": "bench",
+        "env": {"id": "reverse-text"},
+        "sampling": sampling or {"top_p": 0.9, "top_k": 32, "max_tokens": 24},
+    }
+    return RunTree.model_validate(
+        {
+            "run": {"output_dir": output_dir, "max_steps": max_steps},
+            "model": {"path": model},
+            "warmup": warmup or {},
+            "arena": {"address": address},
+            "inference": {"max_model_len": 256},
+            "orchestrator": {"batch_size": 8, "connect_timeout_s": 60, "train": {"source": [source]}},
+            "trainer": {**defaults, **trainer},
+        }
+    )
+
+
 @pytest.fixture
 def make_tree(model_dir, tmp_path, arena):
-    """make_tree(ranks=1, loss={...}, ...) -> a RunTree that trains the tiny model from `branches`' source."""
+    """make_tree(ranks=1, loss={...}, ...): `run_tree` of the tiny model, this test's arena and directory."""
 
-    def make(*, model=model_dir, address=None, warmup=None, max_steps=4, sampling=None, **trainer):
-        defaults = {"head": 4, "router_replay": True, "checkpoint": {"interval": 2}, "optimizer": {"lr": 1e-2}}
-        source = {
-            "name": "bench",
-            "env": {"id": "reverse-text"},
-            "sampling": sampling or {"top_p": 0.9, "top_k": 32, "max_tokens": 24},
-        }
-        return RunTree.model_validate(
-            {
-                "run": {"output_dir": tmp_path / "run", "max_steps": max_steps},
-                "model": {"path": model},
-                "warmup": warmup or {},
-                "arena": {"address": address or arena.address},
-                "inference": {"max_model_len": 256},
-                "orchestrator": {"batch_size": 8, "connect_timeout_s": 60, "train": {"source": [source]}},
-                "trainer": {**defaults, **trainer},
-            }
-        )
+    def make(*, model=model_dir, **options):
+        return run_tree(model, tmp_path / "run", arena.address, **options)
 
     return make

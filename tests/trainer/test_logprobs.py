@@ -112,9 +112,8 @@ def extra_peaks(*cases):
 
 
 def test_memory_grows_with_the_chunk_and_not_with_tokens_x_vocabulary():
-    chunk = Trainer().logprob_chunk
     bar, short, long, wide = extra_peaks(
-        (4096, 32768, chunk), (1024, 16384, chunk), (4096, 16384, chunk), (1024, 16384, 4 * chunk)
+        (4096, 32768, Trainer().logprob_chunk), (512, 8192, 128), (2048, 8192, 128), (512, 8192, 512)
     )
     assert 4096 * 32768 * 4 / 2**20 == 512  # a single [tokens, vocab] would not fit
     assert bar <= 200

@@ -1,0 +1,175 @@
+"""Calls to node servers: connections that are kept, the token, and what is tried again.
+
+Used by ranks, node servers and embedders. Two classes of failure. What may pass (no connection, a broken one, nothing
+received for STALL_S, 408, 425, 429 and 5xx) is tried again until `patience_s` have gone without progress. What will
+not (another 4xx, a certificate that does not verify) is raised at once. Sockets are opened to the host of the URL:
+HTTP_PROXY and its like are not looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import ssl
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+from shmrl import wire
+from shmrl.errors import NodeError
+from shmrl.node.http import STATUS, BadMessage, Head, Stream, message
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STALL_S = 20.0
+CONNECT_S = 5.0
+LONGEST_PAUSE_S = 2.0
+_PASSING = {408, 425, 429, 500, 502, 503, 504}
+_RAISED = {kind.__name__: kind for kind in STATUS}
+
+
+class Passing(Exception):
+    """A failure that may pass; the next attempt has a new connection."""
+
+
+class Connection:
+    """One connection to one server. Requests may be sent ahead; their answers come in the same order."""
+
+    def __init__(self, url: str, token: str, tls: ssl.SSLContext | None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise NodeError(f"{url!r} is no node server's url: http(s)://host:port")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        sock = socket.create_connection((parts.hostname, port), CONNECT_S)
+        sock.settimeout(None)
+        try:
+            if parts.scheme == "https":
+                sock.settimeout(CONNECT_S)
+                sock = (tls or ssl.create_default_context()).wrap_socket(sock, server_hostname=parts.hostname)
+            self.stream = Stream(sock)
+        except BaseException:
+            sock.close()
+            raise
+        self.stream.patience(STALL_S)
+        self._fields: dict[str, str | int] = {"Host": parts.netloc, "Authorization": f"Bearer {token}"}
+
+    def ask(self, method: str, path: str, body: bytes = b"", asked: str = "") -> None:
+        """Sends a request; asked: a Range."""
+        more: dict[str, str | int] = {"Content-Length": len(body)} if body else {}
+        if asked:
+            more["Range"] = asked
+        self.stream.send(message(f"{method} {path} HTTP/1.1", self._fields | more, body))
+
+    def answer(self) -> Head:
+        """The head of the next answer, if it is a good one; its body is the caller's to receive.
+
+        Passing, NodeError, or the arena's error that the server met.
+        """
+        head = self.stream.head(STALL_S, STALL_S)
+        if head is None:
+            raise ConnectionResetError("closed before the answer")
+        version, status, phrase = head.start
+        if not version.startswith("HTTP/1") or not (status.isascii() and status.isdigit()):
+            raise BadMessage(502, "an answer that is not HTTP/1")
+        if int(status) >= 300:
+            self._refused(int(status), phrase, self.stream.body(head.length).decode(errors="replace")[:500], head)
+        self.stream.patience(STALL_S)
+        return head
+
+    def _refused(self, status: int, phrase: str, said: str, head: Head) -> None:
+        if status in _PASSING:
+            raise Passing(f"{status} {phrase}: {said}")
+        if (kind := _RAISED.get(head.fields.get("shmrl-error", ""))) is not None:
+            raise kind(said)
+        hint = "; is it the token of this run (arena.token_file, SHMRL_TOKEN)?" if status == 401 else ""
+        raise NodeError(f"{status} {phrase}: {said}{hint}")
+
+    def body(self, head: Head) -> bytes:
+        """The answer's body."""
+        return self.stream.body(head.length)
+
+
+class Client:
+    """Calls node servers of one run with its `token`. ca: a file of certificates that https servers are checked by.
+
+    patience_s: how long attempts go on without any progress. Threads may share it.
+    """
+
+    def __init__(self, token: str, *, ca: Path | None = None, patience_s: float = 60.0) -> None:
+        self._token, self.patience_s = token, patience_s
+        self._tls = None if ca is None else ssl.create_default_context(cafile=str(ca))
+        self._idle: defaultdict[str, list[Connection]] = defaultdict(list)
+        self._changing = threading.Lock()
+        self._closing = threading.Event()
+
+    def call(self, url: str, path: str, **arguments: Any) -> Any:
+        """POST /v1/<path> with these arguments -> what was answered. NodeError, ArenaError."""
+        body = wire.pack(arguments)
+
+        def attempt(connection: Connection) -> Any:
+            connection.ask("POST", f"/v1/{path}", body)
+            return wire.unpack(connection.body(connection.answer()))
+
+        return self.run(url, attempt)
+
+    def run(self, url: str, attempt: Callable[[Connection], T], progress: Callable[[], int] = int) -> T:
+        """attempt(connection) until it succeeds. progress: bytes so far; patience counts from the last increase.
+
+        NodeError when the patience is over, or at once for what no further attempt can mend.
+        """
+        moved, since, tries = progress(), time.monotonic(), 0
+        while True:
+            try:
+                return self._once(url, attempt)
+            except ssl.SSLCertVerificationError as error:
+                raise NodeError(f"{url}: {error}") from error
+            except (OSError, BadMessage, Passing) as error:
+                if progress() != moved:
+                    moved, since, tries = progress(), time.monotonic(), 0
+                waited, tries = time.monotonic() - since, tries + 1
+                if waited > self.patience_s or self._closing.is_set():
+                    what = f"{url}: given up after {tries} attempts in {waited:.1f} s"
+                    raise NodeError(f"{what}: {type(error).__name__}: {error}") from error
+                log.log(logging.WARNING if tries == 3 else logging.DEBUG, "%s, attempt %d: %s", url, tries, error)
+            if tries > 1:  # the first failure may be of a connection that was kept too long
+                self._closing.wait(min(LONGEST_PAUSE_S, 0.05 * 2 ** min(tries, 9)) * random.uniform(0.5, 1))
+
+    def _once(self, url: str, attempt: Callable[[Connection], T]) -> T:
+        with self._changing:
+            kept = self._idle[url].pop() if self._idle[url] else None
+        connection = kept or Connection(url, self._token, self._tls)
+        try:
+            result = attempt(connection)
+        except BaseException:
+            connection.stream.close()
+            raise
+        with self._changing:
+            if not self._closing.is_set():
+                self._idle[url].append(connection)
+                return result
+        connection.stream.close()
+        return result
+
+    def close(self) -> None:
+        """Drops kept connections; attempts under way get no further one. Idempotent."""
+        self._closing.set()
+        with self._changing:
+            idle = [connection for kept in self._idle.values() for connection in kept]
+            self._idle.clear()
+        for connection in idle:
+            connection.stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,193 @@
+"""Blocks of other nodes in this node's arena: each fetched once for all ranks, and freed when all of them are done.
+
+Lives in the node server, which several ranks ask; a rank of a node without one has its own. The fetching is done here
+and not in the rank that came first, so a rank that is killed breaks off nothing. Which copies there are is also
+written into the arena, as their tags: a server that is started again adopts them and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmrl.arena import Arena
+from shmrl.errors import ArenaError, ArenaFull, ChecksumError, LostPayload, NodeError, ShmrlError
+from shmrl.node.client import Client
+from shmrl.node.transfer import fetch_one, original_of, url_of
+from shmrl.types import Handle
+
+log = logging.getLogger(__name__)
+
+PARALLEL = 8
+_LOST: dict[str, type[ShmrlError]] = {
+    kind.__name__: kind for kind in (ArenaFull, ChecksumError, LostPayload, NodeError)
+}
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One block's copy, or its way here. readers: who asked; done: who needs it no more."""
+
+    here: Future[Handle]
+    readers: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+
+
+class Copies:
+    """Fetches into `arena` over `client`. Threads may share it."""
+
+    def __init__(self, arena: Arena, client: Client, parallel: int = PARALLEL) -> None:
+        self._arena, self._client = arena, client
+        self._pool = ThreadPoolExecutor(parallel, "shmrl-fetch")
+        self._changing = threading.Lock()
+        self._counters: Counter[str] = Counter(fetched=0, fetched_bytes=0, joined=0, lost=0)
+        self._copies = self._found()
+
+    def _found(self) -> dict[Handle, _Copy]:
+        """Copies that an earlier process made here, adopted."""
+        found: dict[Handle, _Copy] = {}
+        for row in self._arena.ls():
+            if (original := original_of(row["tag"])) is None or row["state"] != "ready":
+                continue
+            here = Handle.parse(row["handle"])
+            with suppress(ArenaError):  # freed meanwhile
+                self._arena.adopt([here])
+                found[original] = _Copy(Future())
+                found[original].here.set_result(here)
+        return found
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """fetched (blocks), fetched_bytes, joined (asked for again while there or on its way), lost."""
+        with self._changing:
+            return dict(self._counters)
+
+    def want(
+        self, handles: Sequence[Handle], nodes: Mapping[str, str], reader: int, wait_s: float
+    ) -> dict[Handle, Handle | Exception]:
+        """What is here of these blocks within wait_s: the copy's handle, or why there is none. Ask again for the rest.
+
+        nodes: url by `Handle.origin`. reader: who has to be done with them before they are freed.
+        """
+        flights = {handle: self._flight(Handle(handle), nodes, reader) for handle in handles}
+        wait(flights.values(), wait_s)
+        return {handle: _outcome(flight) for handle, flight in flights.items() if flight.done()}
+
+    def _flight(self, handle: Handle, nodes: Mapping[str, str], reader: int) -> Future[Handle]:
+        with self._changing:
+            copy = self._copies.get(handle)
+            if copy is None or not self._usable(copy):
+                url = url_of(handle, nodes)
+                copy = self._copies[handle] = _Copy(self._pool.submit(self._fetch, handle, url))
+            elif reader not in copy.readers:
+                self._counters["joined"] += 1
+            copy.readers.add(reader)
+            copy.done.discard(reader)
+            return copy.here
+
+    def _usable(self, copy: _Copy) -> bool:
+        """Whether it is on its way, or here: a failure is tried anew, and so is what somebody has discarded."""
+        if not copy.here.done():
+            return True
+        if copy.here.exception() is not None:
+            return False
+        try:
+            self._arena.get(copy.here.result()).release()
+        except ArenaError:
+            return False
+        return True
+
+    def _fetch(self, handle: Handle, url: str) -> Handle:
+        try:
+            here = fetch_one(self._arena, self._client, handle, url)
+        except ShmrlError as error:
+            log.warning("%s", error)
+            self._count(lost=1)
+            raise
+        self._count(fetched=1, fetched_bytes=handle.nbytes)
+        return here
+
+    def _count(self, **more: int) -> None:
+        with self._changing:
+            self._counters.update(more)
+
+    def done(self, handles: Sequence[Handle], nodes: Mapping[str, str], reader: int) -> None:
+        """This reader needs them no more: their own nodes are told, and what nobody here needs is freed. Idempotent."""
+        by_url = defaultdict(list)
+        for handle in map(Handle, handles):
+            by_url[url_of(handle, nodes)].append(handle)
+        for url, theirs in by_url.items():
+            try:
+                self._client.call(url, "blocks/done", handles=theirs, reader=reader)
+            except ShmrlError as error:
+                log.warning("%s was not told that %d blocks are done: %s", url, len(theirs), error)
+        self._free([copy.here.result() for handle in map(Handle, handles) if (copy := self._over(handle, reader))])
+
+    def _over(self, handle: Handle, reader: int) -> _Copy | None:
+        """The copy, if this was its last reader; it is forgotten then."""
+        with self._changing:
+            if (copy := self._copies.get(handle)) is None:
+                return None
+            copy.done.add(reader)
+            if not copy.here.done() or not copy.readers <= copy.done:
+                return None
+            del self._copies[handle]
+        return copy if copy.here.exception() is None else None
+
+    def _free(self, here: list[Handle]) -> None:
+        with suppress(ArenaError):  # discarded by somebody, which is as good
+            self._arena.free(here)
+
+    def answer(self, handles: Sequence[Handle], nodes: Mapping[str, str], reader: int, wait_s: float) -> dict[str, Any]:
+        """`want` in values that travel: {here: {index: handle}, lost: {index: [error's name, message]}}."""
+        found = self.want(handles, nodes, reader, wait_s)
+        here, lost = {}, {}
+        for index, handle in enumerate(handles):
+            if isinstance(outcome := found.get(handle), Handle):
+                here[index] = outcome
+            elif outcome is not None:
+                lost[index] = [type(outcome).__name__, str(outcome)]
+        return {"here": here, "lost": lost}
+
+    def close(self) -> None:
+        """Breaks off what is under way; copies stay, and are orphans when this process leaves."""
+        self._client.close()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _outcome(flight: Future[Handle]) -> Handle | Exception:
+    try:
+        return flight.result()
+    except Exception as error:
+        return error
+
+
+class RemoteCopies:
+    """The copies of this node's server, at `url`, as its ranks see them."""
+
+    def __init__(self, client: Client, url: str) -> None:
+        self._client, self._url = client, url
+
+    def want(
+        self, handles: Sequence[Handle], nodes: Mapping[str, str], reader: int, wait_s: float
+    ) -> dict[Handle, Handle | Exception]:
+        """As `Copies.want`. NodeError when the own node's server stays away."""
+        given = list(handles)
+        said = self._client.call(self._url, "fetch", handles=given, nodes=dict(nodes), reader=reader, wait_s=wait_s)
+        out: dict[Handle, Handle | Exception] = {given[index]: here for index, here in said["here"].items()}
+        for index, (name, text) in said["lost"].items():
+            out[given[index]] = _LOST.get(name, NodeError)(text)
+        return out
+
+    def done(self, handles: Sequence[Handle], nodes: Mapping[str, str], reader: int) -> None:
+        """As `Copies.done`."""
+        self._client.call(self._url, "done", handles=list(handles), nodes=dict(nodes), reader=reader)
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,150 @@
+"""`fetch`: blocks of other nodes into this node's arena, received in place and verified.
+
+What arrives goes from the socket straight into a reserved block; a connection that breaks is resumed behind the last
+byte that came. The checksums travel behind the payload and are compared before the block is sealed, with the same
+columns and checksums, so that `get(field=, rows=, verify=)` works on the copy as on the original. Called in node
+servers (`Copies`), in ranks without one, and by embedders.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from shmrl.arena import Arena, columns
+from shmrl.config.tables import FETCHED
+from shmrl.errors import ChecksumError, ForeignArena, LostPayload, NodeError, NotSealed, ShmrlError, StaleHandle
+from shmrl.node.client import Client, Connection, Passing
+from shmrl.node.http import BadMessage
+from shmrl.types import Handle
+
+log = logging.getLogger(__name__)
+
+CORRUPT = 2  # attempts whose bytes do not match their checksums, until that is the block's state and not the network's
+
+
+def fetch(
+    arena: Arena,
+    handles: Sequence[Handle],
+    nodes: Mapping[str, str],
+    parallel: int = 8,
+    timeout_s: float = 60.0,
+    *,
+    token: str,
+    ca: Path | None = None,
+) -> list[Handle]:
+    """Copies of blocks of other nodes, in this arena and owned by this process -> their handles, in order.
+
+    Args:
+        nodes: url of each node's server by `Handle.origin`.
+        parallel: how many blocks are under way at once, each on a connection of its own.
+        timeout_s: how long a block may go without progress. token: the run's. ca: for https.
+
+    All or none: LostPayload (freed there), ChecksumError, NodeError (not reached, refused), ArenaFull.
+
+    Example: fetch(arena, [sample.handles[0]], {"1f2e3d4c5b6a7988": "http://10.0.0.7:7070"}, token=token)
+    """
+    with Client(token, ca=ca, patience_s=timeout_s) as client, ThreadPoolExecutor(max(1, parallel)) as pool:
+        flights = [pool.submit(fetch_one, arena, client, handle, url_of(handle, nodes)) for handle in handles]
+        failed = [error for flight in flights if (error := flight.exception()) is not None]
+        if not failed:
+            return [flight.result() for flight in flights]
+        with suppress(StaleHandle):
+            arena.free([flight.result() for flight in flights if flight.exception() is None])
+        raise failed[0]
+
+
+def url_of(handle: Handle, nodes: Mapping[str, str]) -> str:
+    """The server of a handle's node. ForeignArena names the origin of one that nobody serves."""
+    if handle.origin not in nodes:
+        raise ForeignArena(f"{handle!r} is of {handle.origin}, which no node server is known for")
+    return nodes[handle.origin]
+
+
+def tag_of(handle: Handle) -> str:
+    """The tag of a block's copy; whoever finds a copy can tell of what it is one."""
+    return f"@{handle.origin}/{FETCHED}/{handle}"
+
+
+def original_of(tag: str) -> Handle | None:
+    """The block that a tag's block is a copy of."""
+    parts = tag.split("/")
+    return Handle.parse(parts[2]) if len(parts) == 3 and parts[0].startswith("@") and parts[1] == FETCHED else None
+
+
+def fetch_one(arena: Arena, client: Client, handle: Handle, url: str) -> Handle:
+    """A copy of one block, with the errors of `fetch`."""
+    with arena.reserve(handle.nbytes, tag=tag_of(handle), timeout_s=client.patience_s) as block:
+        with memoryview(block) as payload:
+            transfer = _Transfer(handle, payload)
+            try:
+                client.run(url, transfer.attempt, lambda: transfer.got)
+            except (StaleHandle, ForeignArena, NotSealed) as error:
+                raise LostPayload(f"block {handle!r} of {url} is gone: {error}") from error
+            except (ChecksumError, NodeError):
+                raise
+            except ShmrlError as error:
+                raise NodeError(f"{url}: {error}") from error
+        return block._seal_as(*transfer.behind)
+
+
+class _Transfer:
+    """One block under way: `got` bytes of its payload are there."""
+
+    def __init__(self, handle: Handle, payload: memoryview) -> None:
+        self._handle, self._payload = handle, payload
+        self.got = 0
+        self._corrupt = 0
+        self._behind: tuple[bytes, int, bool] | None = None
+
+    @property
+    def behind(self) -> tuple[bytes, int, bool]:
+        """Tail, crc and whether there are checksums: what the copy is sealed with."""
+        assert self._behind is not None
+        return self._behind
+
+    def attempt(self, connection: Connection) -> None:
+        """What is missing, over one connection: both requests go out before the first answer is read."""
+        path = f"/v1/blocks/{self._handle}"
+        first, missing = self._behind is None, self.got < len(self._payload)
+        if first:
+            connection.ask("GET", f"{path}/tail")
+        if missing:
+            connection.ask("GET", path, asked=f"bytes={self.got}-" if self.got else "")
+        if first:
+            head = connection.answer()
+            told = head.fields.get("shmrl-crc32c", ""), head.fields.get("shmrl-checked", "")
+            if not all(word.isascii() and word.isdigit() for word in told):
+                raise BadMessage(502, "an answer without checksum fields")
+            self._behind = connection.body(head), int(told[0]), told[1] == "1"
+        if missing:
+            self._receive(connection)
+        self._verify()
+
+    def _receive(self, connection: Connection) -> None:
+        nbytes = len(self._payload)
+        if (length := connection.answer().length) != nbytes - self.got:
+            raise BadMessage(502, f"{length} bytes where {nbytes - self.got} of {nbytes} were asked for")
+        while self.got < nbytes:
+            with self._payload[self.got :] as rest:
+                moved = connection.stream.some(rest)
+            if not moved:
+                raise ConnectionResetError(f"closed after {self.got} of {nbytes} bytes")
+            self.got += moved
+
+    def _verify(self) -> None:
+        """Passing for bytes that do not match, once: a block that is freed while it is sent is found by this."""
+        tail, crc, checked = self.behind
+        if not checked:
+            return
+        try:
+            columns.check(self._handle, self._payload, tail, crc)
+        except ChecksumError as error:
+            self._corrupt += 1
+            if self._corrupt == CORRUPT:
+                raise
+            self.got, self._behind = 0, None
+            raise Passing(str(error)) from None
