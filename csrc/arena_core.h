@@ -168,7 +168,6 @@ void srl_sweep(srl_arena *a, uint32_t process); /* the caller holds byte 256 + p
 int64_t srl_expire_orphans(srl_arena *a);
 
 /* inspection, without the lock, arena_walk.c */
-void srl_get_stats(const srl_arena *a, srl_stats *out);
 int srl_count(const srl_arena *a, srl_stats *out, srl_walk *walk);
 bool srl_look_at(const srl_arena *a, uint64_t slot, srl_block *out);
 int srl_fsck(const srl_arena *a, char *out, unsigned out_len);

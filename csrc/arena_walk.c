@@ -224,11 +224,6 @@ int srl_count(const srl_arena *a, srl_stats *out, srl_walk *walk) {
     return 0;
 }
 
-void srl_get_stats(const srl_arena *a, srl_stats *out) {
-    srl_walk none = {0};
-    srl_count(a, out, &none);
-}
-
 /* One block as it was at one moment, all of its descriptor; false: it is free, or never stood still. */
 bool srl_look_at(const srl_arena *a, uint64_t slot, srl_block *out) {
     const srl_block *b = a->blocks + slot;

@@ -914,9 +914,6 @@ cdef class Core:
         self._alive()
         return <uintptr_t> self.data, self.data_nbytes
 
-    def _handle_from(self, slot, generation, nonce, nbytes):
-        return self._handle(slot, generation, nonce, nbytes)
-
     def _others_alive(self):
         return srl_others_alive(&self.a, &self.live) != 0
 
@@ -964,17 +961,10 @@ cdef class Core:
                     max_pages=self.a.max_pages, max_blocks=self.a.max_blocks, table_committed=h.table_committed,
                     table_step=h.table_step, huge=h.huge)
 
-    def _stats(self, exact):
-        """The pinned counters. exact: under the allocator's lock."""
+    def _drain(self):
+        """Gives back what releases left pending while the allocator's lock was taken, unless it is again."""
         self._alive()
-        cdef srl_stats s
         srl_drain_if_free(&self.a)
-        if exact:
-            self._locked()
-        srl_get_stats(&self.a, &s)
-        if exact:
-            srl_unlock(&self.a)
-        return counters(&s)
 
     def _window(self, bint data):
         """Our own mapping of ctl, or of data, for an inspector: its page tables are warm."""
@@ -1003,20 +993,6 @@ cdef class Core:
         if rc == -ETIMEDOUT:
             self._raise_stalled(5.0)
         return check(rc, "lock:")
-
-    def _fsck(self):
-        """Every invariant of ctl, under the allocator's lock -> one line per fault."""
-        self._alive()
-        cdef bytearray text = bytearray(65536)
-        cdef Py_buffer raw
-        PyObject_GetBuffer(text, &raw, PyBUF_SIMPLE)
-        try:
-            self._locked()
-            found = srl_fsck(&self.a, <char *> raw.buf, 65536)
-            srl_unlock(&self.a)
-        finally:
-            PyBuffer_Release(&raw)
-        return fault_lines(bytes(text), found)
 
 
 cdef object _listed(object handles):

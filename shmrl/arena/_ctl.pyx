@@ -132,10 +132,6 @@ cdef class Ctl:
         cdef srl_share *s = self.a.h.shares
         return [(text_of(s[i].name, SRL_SHARE_NAME), s[i].guaranteed, s[i].used) for i in range(self.a.shares)]
 
-    def slots(self):
-        """How many descriptors were ever used: rows are below."""
-        return srl_table_used(&self.a)
-
     def count(self, *by):
         """(counters, {by: {key: (blocks, bytes)}}) of one walk, so that the bytes of each table sum to used_bytes.
 
@@ -185,7 +181,7 @@ cdef class Ctl:
         handle[0] = HANDLE_VERSION
         memcpy(handle + 2, &self.a.h.node, 4)
         memcpy(handle + 6, self.a.h.id, 4)
-        for slot in range(self.slots()) if slots is None else slots:
+        for slot in range(srl_table_used(&self.a)) if slots is None else slots:
             if srl_look_at(&self.a, slot, &b):
                 yield row_of(slot, &b, handle, processes, now_ns)
 
@@ -198,7 +194,7 @@ cdef class Ctl:
         cdef uint64_t slot
         cdef bytes wanted = source
         keys, slots = [], []
-        for slot in range(self.slots()):
+        for slot in range(srl_table_used(&self.a)):
             if not srl_look_at(&self.a, slot, &b) or not states >> (b.word >> 28 & 15) & 1:
                 continue
             if (b.word >> 16 & flags) != flags or (step is not None and b.step != step):
@@ -212,19 +208,18 @@ cdef class Ctl:
                 keys.append(key_of(&b, order))
         return keys, slots
 
-    def suspects(self, int64_t step, uint64_t birth_ns, dead):
-        """(births, slots) of blocks shipped before `step`, born before `birth_ns`, orphaned, or with a dead process.
+    def suspects(self, int64_t step, dead):
+        """(births, slots) of blocks shipped before `step`, orphaned, or with a dead process.
 
         dead: a bit per process index.
         """
         cdef srl_block b
         cdef uint64_t slot
         births, slots = [], []
-        for slot in range(self.slots()):
+        for slot in range(srl_table_used(&self.a)):
             if not srl_look_at(&self.a, slot, &b):
                 continue
-            if (0 <= b.step < step or b.birth_ns < birth_ns or b.word >> 16 & SRL_ORPHAN
-                    or (dead and bits_of(&b) & dead)):
+            if 0 <= b.step < step or b.word >> 16 & SRL_ORPHAN or (dead and bits_of(&b) & dead):
                 births.append(b.birth_ns)
                 slots.append(slot)
         return births, slots
@@ -235,7 +230,7 @@ cdef class Ctl:
         cdef srl_process *p
         cdef dict out = {}
         cdef uint64_t slot
-        for slot in range(self.slots()):
+        for slot in range(srl_table_used(&self.a)):
             if srl_look_at(&self.a, slot, &b) and b.word >> 16 & SRL_ORPHAN:
                 p = self.a.processes + (b.word & 255)
                 known = p.since_ns and p.since_ns <= b.orphan_ns
@@ -344,3 +339,16 @@ cdef dict groups_of(const srl_tally *t):
         blocks, nbytes = out.get(key, (0, 0))  # two keys may decode to one text
         out[key] = blocks + g.blocks, nbytes + g.bytes
     return out
+
+
+cdef dict counters(srl_stats *s):
+    """The pinned keys of stats()."""
+    return dict(blocks=s.blocks, used_bytes=s.used_bytes, peak_bytes=s.peak_bytes, committed_bytes=s.committed_bytes,
+                capacity_bytes=s.capacity_bytes, created=s.created, freed=s.freed, orphaned=s.orphaned,
+                orphaned_bytes=s.orphaned_bytes, spilled=s.spilled, spilled_bytes=s.spilled_bytes, waits=s.waits)
+
+
+cdef list fault_lines(bytes text, int found):
+    """What srl_fsck() wrote, and how many more there were than it had room for."""
+    lines = text_of(text, len(text)).splitlines()
+    return lines if len(lines) == found else [*lines, f"... {found} faults in all"]

@@ -269,23 +269,24 @@ class Arena(Core):
         what blocks take from the arena (payload, tail and rounding); created == freed + blocks. In an arena with shares
         rows by source have "share" and "borrowed" too, in bytes; those of unnamed sources all show the one they have.
         """
-        counters: dict[str, Any] = self._stats(exact)
-        if by is None:
-            return counters
-        if by not in table.BY:
+        if by not in (None, *table.BY):
             raise ValueError(f"by={by!r}: {', '.join(table.BY)}")
+        self._drain()
         with self._look(fields=by == "field") as look:
-            counters, groups = self._locked_call(lambda: look.count(by)) if exact else look.count(by)
+            wanted = () if by is None else (by,)
+            counters, groups = self._locked_call(lambda: look.count(*wanted)) if exact else look.count(*wanted)
+            if by is None:
+                return dict(counters)
             rows = self._names(look).groups(by, groups[by])
             return {**counters, "by": words.annotated(rows, look.shares()) if by == "source" else rows}
 
     def fsck(self) -> list[str]:
         """Checks every invariant under the allocator's lock, then the spilled blocks' files -> a line per fault."""
-        faults = self._fsck()
-        if path := self._spill_dir():
-            with self._look() as look:
+        with self._look() as look:
+            faults = self._locked_call(look.fsck)
+            if path := self._spill_dir():
                 faults += spill.faults(Path(path), lambda: look.rows(self._names(look)))
-        return faults
+            return faults
 
     def ls(self) -> list[dict[str, Any]]:
         """Every block that is not free: handle, state, flags, owner, held_by, nbytes, span_bytes, tag, age_s..."""

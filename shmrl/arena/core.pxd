@@ -22,7 +22,6 @@ cdef extern from "arena_live.h" nogil:
     enum: SRL_PAGE
     enum: SRL_RETIRED
     enum: SRL_SHARE_NAME
-    enum: SRL_SHARES
     enum: SRL_SPILL_DIR_MAX
     enum: SRL_SPILLED
     enum: SRL_TAG_MAX
@@ -114,7 +113,6 @@ cdef extern from "arena_live.h" nogil:
     void srl_format(void *ctl, uint64_t capacity, const srl_header *given)
     int srl_open(srl_arena *a, void *ctl, uint64_t ctl_size)
     uint64_t srl_table_used(const srl_arena *a)
-    uint64_t srl_committed_pages(const srl_arena *a)
     bint srl_counts_are_sane(const srl_arena *a)
     uint64_t srl_now_ns(int clock)
     void srl_event_note(srl_arena *a, unsigned kind, uint32_t slot, uint32_t gen, uint64_t detail)
@@ -147,7 +145,6 @@ cdef extern from "arena_live.h" nogil:
     int srl_commit_table(srl_arena *a, uint64_t first, uint64_t end, uint64_t deadline_ns)
     int srl_rebuild(srl_arena *a)
     void srl_sweep(srl_arena *a, uint32_t process)
-    void srl_get_stats(const srl_arena *a, srl_stats *out)
     int srl_count(const srl_arena *a, srl_stats *out, srl_walk *walk)
     bint srl_look_at(const srl_arena *a, uint64_t slot, srl_block *out)
     int srl_fsck(const srl_arena *a, char *out, unsigned out_len)
@@ -170,19 +167,6 @@ cdef extern from "arena_live.h" nogil:
 cdef inline str text_of(const char *words, size_t room):
     """A text field of ctl, which may have lost its end."""
     return words[:strnlen(words, room)].decode("utf-8", "replace")
-
-
-cdef inline dict counters(srl_stats *s):
-    """The pinned keys of stats()."""
-    return dict(blocks=s.blocks, used_bytes=s.used_bytes, peak_bytes=s.peak_bytes, committed_bytes=s.committed_bytes,
-                capacity_bytes=s.capacity_bytes, created=s.created, freed=s.freed, orphaned=s.orphaned,
-                orphaned_bytes=s.orphaned_bytes, spilled=s.spilled, spilled_bytes=s.spilled_bytes, waits=s.waits)
-
-
-cdef inline list fault_lines(bytes text, int found):
-    """What srl_fsck() wrote, and how many more there were than it had room for."""
-    lines = text_of(text, len(text)).splitlines()
-    return lines if len(lines) == found else [*lines, f"... {found} faults in all"]
 
 
 cdef inline int open_ctl(srl_arena *a, void *ctl, uint64_t nbytes) except -1:

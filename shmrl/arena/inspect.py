@@ -114,7 +114,7 @@ class Look:
         with a dead owner or reader that nobody swept yet. newest: the step that trains now."""
         dead = [index for index in self.processes if index not in self.alive]
         before = 0 if newest is None else newest - OLD_STEPS
-        births, slots = self.ctl.suspects(before, 0, sum(1 << index for index in dead))
+        births, slots = self.ctl.suspects(before, sum(1 << index for index in dead))
         names = self.names
         gone = {names.process(index) for index in dead}
         rows = self.ctl.rows(names, _ordered(births, slots, limit, largest=False))

@@ -45,7 +45,7 @@ def full(arena: Arena, nbytes: int, waited_s: float, tag: str = "", *, could_spi
 
 def hopeless(arena: Arena, nbytes: int, *, could_spill: bool) -> str:
     """Why no wait can help: every block is an orphan, and nobody else is attached who could free one; or ""."""
-    stats = arena._stats(False)
+    stats = arena.stats()
     if not stats["blocks"] == stats["orphaned"] > 0 or arena._others_alive():
         return ""
     with arena._look() as look:

@@ -144,7 +144,7 @@ static void check_clean(uint64_t blocks) {
     attach(&a, 200, nobody_dies);
     srl_discard(&a, "run", 3);
     srl_stats s;
-    srl_get_stats(&a, &s);
+    srl_count(&a, &s, &(srl_walk){0});
     if (s.blocks != blocks || s.created < blocks)
         wrong("blocks left");
     if (srl_lock(&a, srl_now_ns(CLOCK_MONOTONIC) + 1000000000u))

@@ -134,7 +134,7 @@ static void check_bystanders(const operation *o) {
 static void check_empty(void) {
     srl_stats s;
     srl_discard(&me, "run", 3);
-    srl_get_stats(&me, &s);
+    srl_count(&me, &s, &(srl_walk){0});
     if (s.blocks || s.used_bytes || me.h->used_bytes || s.created != s.freed)
         wrong("bytes leaked");
     srl_request all = {.nbytes = me.h->committed_pages * SRL_PAGE, .tag = "run/x", .tag_len = 5};

@@ -1,0 +1,142 @@
+"""`shmrl run`, `node`, and every role of a run started by hand."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from shmrl.cli.common import Files, Flags, Switch, begin, given, run_tree
+
+
+@dataclass
+class Run:
+    """Check everything, start every process of a run, watch them, tear all of it down."""
+
+    files: Files
+    dry_run: Switch = False
+    """Write the resolved configs and print what would be started; start nothing."""
+    resume: Switch = False
+    """Continue a used output directory from its last checkpoint."""
+    clean: Switch = False
+    """Remove what an earlier run left in the output directory."""
+
+    def __call__(self, flags: Flags) -> int:
+        tree = run_tree("launcher", self.files, flags)
+        from shmrl.launcher import run
+
+        do = run.dry_run if self.dry_run else run.run
+        return do(tree, resume=self.resume, clean=self.clean)
+
+
+@dataclass
+class Node:
+    """Create the arena, the token and the initial model of a run whose roles are started by hand."""
+
+    files: Files
+    resume: Switch = False
+    """Continue a used output directory from its last checkpoint."""
+    clean: Switch = False
+    """Remove what an earlier run left in the output directory."""
+
+    def __call__(self, flags: Flags) -> int:
+        tree = run_tree("node", self.files, flags)
+        from shmrl.node import host
+
+        return host.main(tree, resume=self.resume, clean=self.clean)
+
+
+@dataclass
+class Orchestrator:
+    """Dispatch episodes, pack references, ship steps to the trainer."""
+
+    files: Files
+    resume: Switch = False
+    """Continue from the last checkpoint."""
+
+    def __call__(self, flags: Flags) -> int:
+        tree = run_tree("orchestrator", self.files, flags)
+        from shmrl import orchestrator
+
+        return orchestrator.main(tree, self.resume)
+
+
+@dataclass
+class Trainer:
+    """Train: starts its ranks under torch.distributed.run, and is one of them when RANK is set."""
+
+    files: Files
+    resume: Switch = False
+    """Continue from the last checkpoint."""
+    fake_data: Switch = False
+    """Train on invented episodes for run.max_steps steps, without an orchestrator, and print how fast that goes."""
+
+    def __call__(self, flags: Flags) -> int:
+        rank = os.environ.get("RANK")
+        tree = run_tree(f"trainer:{rank}" if rank else "trainer", self.files, flags)
+        if rank is None:
+            from shmrl.launcher.roles import torch_command
+            from shmrl.node.host import require_arena, require_torch
+
+            require_torch()
+            if not self.fake_data:
+                require_arena(tree.arena)
+            again = [*map(str, self.files), *(f"--{key}={value}" for key, value in flags.items())]
+            switches = {"--resume": self.resume, "--fake-data": self.fake_data}
+            command = torch_command(tree, [*again, *(name for name, on in switches.items() if on)])
+            os.execv(command[0], command)
+        from shmrl import trainer
+
+        return trainer.main(tree, self.resume, self.fake_data)
+
+
+@dataclass
+class Inference:
+    """Serve the policy: with the embedded engine, on vLLM's HTTP routes, or by becoming a vLLM server."""
+
+    files: Files
+
+    def __call__(self, flags: Flags) -> int:
+        tree = run_tree("inference", self.files, flags)
+        if tree.inference.backend == "vllm":
+            from shmrl.inference.vllm import launch
+
+            launch.run(tree)
+        from shmrl.node.host import require_torch
+
+        require_torch()
+        from shmrl.inference.embedded import server
+
+        engine = tree.inference
+        server.run(
+            tree.newest_weights,
+            engine.host,
+            engine.port,
+            served_name=tree.model.name,
+            dtype=engine.dtype,
+            device=engine.device,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=engine.max_num_seqs,
+            max_logprobs=engine.max_logprobs,
+            logprobs_mode=engine.logprobs_mode,
+            return_routed_experts="routing" in tree.captured,
+            return_sampling_mask="mask" in tree.captured,
+            seed=tree.run.seed,
+        )
+        return 0
+
+
+@dataclass
+class EnvServer:
+    """Serve one environment: a pool of worker processes behind one address."""
+
+    files: Files
+
+    def __call__(self, flags: Flags) -> int:
+        from shmrl.config import load_env_server
+
+        config = load_env_server(given(self.files), flags)
+        begin(f"env-server:{config.name}", config.log)
+        from shmrl.env import server
+
+        server.main(config)
+        return 0
