@@ -157,6 +157,8 @@ class Orchestrator:
             self.link.unreported = last.step
         peers = {f"env server {s.name}": s.connect(timeout_s, self.arena.address) for s in self.sources}
         await reach(peers | {"inference": self.policy.reach(timeout_s), "trainer": self.link.hellos(timeout_s)})
+        if self.resumed:  # what an orchestrator before this one had asked for ends
+            await together(*[source.client.take_over(self.tree.run.name) for source in self.sources])
         for source in self.sources:
             source.derive_masks = self.policy.derive_masks
         step = self.link.completed

@@ -72,10 +72,8 @@ class Source:
         return self.config.serve.request_timeout_s or None
 
     async def connect(self, timeout_s: float, arena: str) -> None:
-        """Wait until the server is ready, and has ended what an orchestrator before this one had asked for. RunError if
-        it cannot do what this run needs: our arena, demonstrations."""
+        """Wait until the server is ready. RunError if it cannot do what this run needs: our arena, demonstrations."""
         await self.client.connect(timeout_s)
-        await self.client.take_over(self._tree.run.name)
         info = await self.client.info()
         self.scores_groups = bool(info["scores_groups"])
         where = f"source {self.name!r} ({info['env_id']} at {self._tree.env_address(self._index)})"

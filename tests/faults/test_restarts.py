@@ -16,6 +16,7 @@ import pytest
 from shmrl.arena import inspect
 from shmrl.errors import ForeignArena
 from shmrl.orchestrator import replay
+from shmrl.orchestrator.shipped import kept_in
 from tests.support.clock import wait_until
 from tests.support.runs import START_S, fast, slow
 
@@ -76,7 +77,7 @@ def test_a_killed_orchestrator_is_followed_by_one_that_adopts_what_was_finished(
     one = run(text=slow(), **{"run.restarts.orchestrator": 1}).start()
     one.wait_for_step(2)
     address, (pid,) = one.record()["addresses"]["arena"], one.pids("orchestrator")
-    stopped = wait_until(lambda: _stopped_with_finished_groups(pid, address), 60, "a finished group")
+    stopped = wait_until(lambda: _stopped(one, pid, address), 60, "a finished group beside a step that is trained")
     finished, unfinished, since = stopped
     os.kill(pid, signal.SIGKILL)
     events = _events(one, address, since)
@@ -86,6 +87,7 @@ def test_a_killed_orchestrator_is_followed_by_one_that_adopts_what_was_finished(
     one.assert_nothing_left()
     lines = one.metrics()
     assert [line["step"] for line in lines] == STEPS
+    assert all({"train/reward", "train/loss", "time/collect"} <= line.keys() for line in lines)
     assert [line["episodes/shipped"] for line in lines] == [16] * 6
     assert sum(line["episodes/failed"] + line["payload/dropped_micro_batches"] for line in lines) == 0
     log = (one.output_dir / "logs" / "latest" / "orchestrator.log").read_text()
@@ -101,9 +103,9 @@ def test_a_killed_orchestrator_is_followed_by_one_that_adopts_what_was_finished(
     )
 
 
-def _stopped_with_finished_groups(pid, address):
+def _stopped(one, pid, address):
     """The orchestrator is stopped: blocks of groups that are finished and not shipped, those of groups that are not
-    finished, and the number of the next event; False, and it goes on, if none is finished."""
+    finished, and the number of the next event; False, and it goes on, if none is finished or no step is trained."""
     os.kill(pid, signal.SIGSTOP)
     groups = defaultdict(list)
     with inspect.look(address) as seen:
@@ -112,7 +114,7 @@ def _stopped_with_finished_groups(pid, address):
                 groups[row["tag"].rpartition("/")[0]].append((row["slot"], row["generation"]))
         since = 1 + seen.events()[-1]["number"]
     finished = {block for blocks in groups.values() if len(blocks) == 4 for block in blocks}
-    if finished:
+    if finished and kept_in(one.tree.socket_dir / "steps")[-1] > one.metrics()[-1]["step"]:
         return finished, {block for blocks in groups.values() if len(blocks) < 4 for block in blocks}, since
     os.kill(pid, signal.SIGCONT)
     return False
@@ -132,3 +134,21 @@ def _events(one, address, first):
             first = event["number"] + 1
         time.sleep(0.05)  # the ring keeps 4,096 events
     return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.6, 0.9])
+def test_trainer_and_orchestrator_killed_together_come_back_to_one_run(run, delay_s):
+    settings = {"run.restarts.trainer": 1, "run.restarts.orchestrator": 1, "arena.retain_steps": 2}
+    one = run(text=slow(), **settings, **{"trainer.checkpoint.interval": 3, "trainer.ranks": 2}).start()
+    one.wait_for_step(4)
+    time.sleep(delay_s)  # anywhere in a step
+    for title in ("trainer:1", "orchestrator"):
+        (pid,) = one.pids(title)
+        os.kill(pid, signal.SIGKILL)
+    code, output = one.finish(300)
+    assert code == 0, output
+    one.assert_nothing_left()
+    assert [line["step"] for line in one.metrics()] == STEPS
+    assert sum(line["payload/dropped_micro_batches"] for line in one.metrics()) == 0
