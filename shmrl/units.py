@@ -23,6 +23,15 @@ def parse_bytes(size: int | str) -> int:
     return int(float(match[1]) * unit)
 
 
+def size(nbytes: float) -> str:
+    """A size as people read it. Example: size(3 << 29) == '1.5 GiB'"""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.1f} GiB"
+
+
 def parse_shares(shares: Mapping[str, float | int | str], capacity: int) -> dict[str, int]:
     """Bytes by source of {"math": 0.5, "code": "2GiB"}: fractions of `capacity` (floats), or sizes. ValueError.
 

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from shmrl.errors import ConfigError
 from tests.support import leftovers, private
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,22 @@ def leaves_nothing():
     for process in leftovers.processes() - before[0]:
         process.kill()
     assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def box():
+    """A sandbox. Without a bubblewrap that works its tests are skipped and say why; where CI says that there is one
+    (SHMRL_TEST_BWRAP), they fail."""
+    from shmrl.env.sandbox import Sandbox
+
+    try:
+        box = Sandbox()
+        box.check()
+    except ConfigError as error:
+        if "SHMRL_TEST_BWRAP" in os.environ:
+            raise
+        pytest.skip(str(error))
+    return box
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def run(code, cwd=None):
 
 
 def test_the_arena_in_another_trainer():
-    echo, trainer, rank = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    echo, _, trainer, rank = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert "class Echo(Environment)" in echo
     assert run(trainer) == "(100, 4, 2) 99\n"
     assert run(rank) == "3192 0\n"
@@ -34,3 +34,8 @@ def test_an_environment_of_your_own(tmp_path):
         "print(asyncio.run(echo.rollout(task, Model(chat_text=chat_text))).reward)"
     )
     assert run(code, cwd=tmp_path) == "1.0\n"
+
+
+def test_a_program_that_a_model_wrote(box):
+    _, program, *_ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert run("from shmrl.env.sandbox import use; use('bwrap')\n" + program) == "True 42 None\n"

@@ -80,13 +80,17 @@ class StaticPool(Table):
 
 
 class ServeConfig(Table):
-    """`[serve]`: how one environment is hosted. A source's address is derived unless it is given."""
+    """`[serve]`: how one environment is hosted. A source's address is derived unless it is given.
+
+    sandbox: where the environment runs what a model wrote; environments that do refuse to load without one.
+    """
 
     address: Address | None = None
     pool: StaticPool = StaticPool()
     max_concurrent: Positive = 1024
     request_timeout_s: Annotated[float, Field(ge=0)] = 300.0
     restart_budget: Count = 5
+    sandbox: Literal["bwrap"] | None = None
 
 
 class Source(Table):

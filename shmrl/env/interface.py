@@ -7,8 +7,10 @@ Two shapes. A *rollout environment* talks to the model itself; a *session enviro
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from shmrl.env.model import Model
 
 Split = Literal["train", "eval"]
+STEPS = 64
+"""Sessions of one worker that can be in a step at a time."""
 
 
 @dataclass(slots=True)
@@ -73,9 +77,10 @@ class Step:
 
 
 class SessionEnvironment:
-    """Base of session environments: one instance per session, plain blocking methods that return at once.
+    """Base of session environments: one instance per session, plain blocking methods.
 
-    `tasks(split)` is optional: by default the tasks are seeds without end. `demonstrate(task, messages)` is optional.
+    `reset` returns at once; `step` may take its time. Optional: `tasks(split)`, by default seeds without end;
+    `demonstrate(task, messages)`; `close()`, called when the session is over.
     """
 
     def reset(self, seed: int, **data: Any) -> str:
@@ -91,6 +96,7 @@ class SessionRollout(Environment):
     """A session environment as a rollout: a fresh session per episode, its step rewards summed.
 
     `make` builds a session. The episode ends when the session is done, or when the model is out of turns or of context.
+    Steps run in threads, so that one that takes its time holds up its own episode alone.
     """
 
     def __init__(self, make: Callable[[], Any], seed: int = 0) -> None:
@@ -99,6 +105,10 @@ class SessionRollout(Environment):
         if hasattr(probe, "demonstrate"):
             self.demonstrate = probe.demonstrate
         self._own_tasks = getattr(probe, "tasks", None)
+        self._steps = ThreadPoolExecutor(STEPS, "step")
+
+    async def teardown(self) -> None:
+        self._steps.shutdown()
 
     def tasks(self, split: Split) -> Iterable[Task]:
         if self._own_tasks is not None:
@@ -107,16 +117,33 @@ class SessionRollout(Environment):
 
     async def rollout(self, task: Task, model: Model) -> Episode:
         session = self.make()
+        try:
+            return await self._drive(session, task, model)
+        finally:
+            if hasattr(session, "close"):
+                session.close()
+
+    async def _drive(self, session: Any, task: Task, model: Model) -> Episode:
         messages: list[dict[str, Any]] = [{"role": "user", "content": session.reset(task.seed, **task.data)}]
         total = 0.0
         while not model.exhausted:
             reply = (await model.chat.completions.create(messages=messages)).choices[0].message
-            step = session.step(reply["content"])
+            step = await self._step(session, reply["content"])
             total += step.reward
             messages += [reply, {"role": "user", "content": step.observation}]
             if step.done:
                 return Episode(total, {"steps": total}, {"turns": float(model.turns)}, "done", messages)
         return Episode(total, {"steps": total}, {"turns": float(model.turns)}, model.limit, messages)
+
+    async def _step(self, session: Any, action: str) -> Step:
+        """In a thread; a cancelled episode waits for it, so that no session is closed while it steps."""
+        stepping = asyncio.get_running_loop().run_in_executor(self._steps, session.step, action)
+        try:
+            return await asyncio.shield(stepping)
+        except asyncio.CancelledError:
+            await asyncio.wait([stepping])
+            stepping.exception()  # its failure was asked for
+            raise
 
 
 # ------------------------------------------------------------------------------------------------------- task sets

@@ -79,7 +79,8 @@ class Pool:
     """`count` workers behind `submit`. `failed` gets the error that ends the server, when there is one.
 
     Args:
-        settings: what every worker is told: env_id, env_args, split, max_turns, name, arena, timeout_s, on_full, log_*.
+        settings: what every worker is told: env_id, env_args, split, max_turns, sandbox, name, arena, timeout_s,
+            on_full, log_*.
         arena: what requests that failed left in it is discarded by their tags.
         hang_s: a worker whose event loop is silent for longer is aborted with a stack dump; 0 = never.
     """

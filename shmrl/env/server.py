@@ -26,6 +26,7 @@ from shmrl.config.tree import EnvSpec
 from shmrl.env.link import MAX_FRAME
 from shmrl.env.pool import Pool, Request
 from shmrl.env.protocol import FIELDS, check_tag, error_reply, expect, notice_silence, parse_request
+from shmrl.env.sandbox import Sandbox
 from shmrl.errors import ConfigError, ProtocolError, RunError, ServerDied
 from shmrl.node.host import create_arena, read_token
 from shmrl.node.ports import port_in_use
@@ -76,6 +77,7 @@ class EnvServer:
         self._token = read_token(self.config.arena)
         if self._token is None and not _is_local(self.address):
             raise ConfigError(f"{self.address} can be reached from elsewhere: set arena.token_file or SHMRL_TOKEN")
+        await self._check_sandbox()
         socket = self._bind()
         arena, own = None, False
         try:
@@ -101,6 +103,13 @@ class EnvServer:
             await self._stopped.wait()
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    async def _check_sandbox(self) -> None:
+        """Before anything listens: the sandbox works, and the log says which limits hold."""
+        if self.config.serve.sandbox is not None:
+            sandbox = await asyncio.to_thread(Sandbox)
+            await asyncio.to_thread(sandbox.check)
+            log.info("sandbox: %s", sandbox.active())
 
     def _bind(self) -> zmq.asyncio.Socket:
         context = self._context = zmq.asyncio.Context()
@@ -166,6 +175,7 @@ class EnvServer:
             "env_args": config.env.args,
             "max_turns": config.env.max_turns,
             "split": config.split,
+            "sandbox": config.serve.sandbox,
             "arena": arena_address,
             "timeout_s": config.arena.timeout_s,
             "on_full": config.arena.on_full,

@@ -31,6 +31,7 @@ import setproctitle
 from shmrl.arena import Arena
 from shmrl.arena.waiting import giving_up
 from shmrl.config.tables import Log
+from shmrl.env import sandbox
 from shmrl.env.chat import chat_format
 from shmrl.env.interface import Environment, Episode
 from shmrl.env.link import Link
@@ -310,6 +311,7 @@ def _fatal(error: BaseException) -> bytes:
 
 async def _load(settings: Mapping[str, Any]) -> TaskSet:
     """The environment, set up, and its tasks, the first one read: what is wrong with them shows before any episode."""
+    sandbox.use(settings["sandbox"])
     registry = import_module("shmrl.envs.registry")  # environments stand above this room: they are met by name only
     environment: Environment = registry.load(settings["env_id"], settings["env_args"])
     await environment.setup()

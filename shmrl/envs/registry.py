@@ -1,4 +1,4 @@
-"""Environments by name: a bundled name, or `module:attribute` (a class, or a factory, called with `env.args`).
+"""Environments by name: a bundled name, `gem:<id>`, or `module:attribute` (a class or a factory, given `env.args`).
 
 `find` is asked by the launcher before anything starts and imports no environment; `load` runs in the env worker.
 """
@@ -15,18 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from shmrl.env.interface import Environment, SessionRollout
+from shmrl.envs import gem
 from shmrl.errors import ConfigError
 
 BUNDLED = {
     "reverse-text": "shmrl.envs.reverse_text:ReverseText",
     "alphabet-sort": "shmrl.envs.alphabet_sort:AlphabetSort",
     "guess-number": "shmrl.envs.guess_number:GuessNumber",
+    "code-exec": "shmrl.envs.code_exec:CodeExec",
 }
 
 
 def find(env_id: str) -> str | None:
     """What is wrong with an env id, as one sentence, or None. Looks for files; imports nothing of the environment."""
     module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
+    if env_id.startswith(gem.PREFIX) and attribute:
+        return None if _module_file("gem") else f"env id {env_id!r}: GEM is not installed: pip install gem-llm"
     if not attribute:
         close = difflib.get_close_matches(env_id, BUNDLED, n=1)
         hint = f"did you mean {close[0]}?" if close else f"bundled are {', '.join(BUNDLED)}"
@@ -67,15 +71,21 @@ def load(env_id: str, args: Mapping[str, Any]) -> Environment:
     problem = find(env_id)
     if problem is not None:
         raise ConfigError(problem)
-    module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    target = gem.factory(env_id) if env_id.startswith(gem.PREFIX) else _attribute(env_id)
+    return _as_rollout(env_id, target, dict(args))
+
+
+def _attribute(env_id: str) -> Any:
+    """What `module:attribute` names, imported."""
+    module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
     target: Any = importlib.import_module(module)
     for part in attribute.split("."):
         target = getattr(target, part, None)
     if not callable(target):
         raise ConfigError(f"env id {env_id!r}: {module} has no callable {attribute!r}")
-    return _as_rollout(env_id, target, dict(args))
+    return target
 
 
 def _as_rollout(env_id: str, target: Any, args: dict[str, Any]) -> Environment:
@@ -83,6 +93,8 @@ def _as_rollout(env_id: str, target: Any, args: dict[str, Any]) -> Environment:
     built = target(**args)
     if isinstance(built, Environment):
         return built
+    if gem.is_gem(built):
+        return SessionRollout(gem.Sessions(lambda: target(**args), built), seed=int(args.get("seed", 0)))
     if hasattr(built, "reset") and hasattr(built, "step"):
         return SessionRollout(lambda: target(**args), seed=int(args.get("seed", 0)))
     raise ConfigError(

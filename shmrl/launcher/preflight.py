@@ -20,6 +20,7 @@ from shmrl.config.shape import EXPERT_KEYS, ModelShape, model_shape
 from shmrl.errors import ConfigError, PortInUse
 from shmrl.node.host import arena_mount, available_memory, capacity_bytes, require_torch
 from shmrl.node.ports import require_free
+from shmrl.units import size
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,15 @@ def check(tree: RunTree) -> Budget:
 
 
 def _environments(tree: RunTree) -> list[str]:
+    from shmrl.env.sandbox import problem
     from shmrl.envs.registry import find
 
-    spawned = [(split, source) for split, source in tree.sources if source.serve.address is None]
-    found = [(f"orchestrator.{split}.source {source.name!r}", find(source.env.id)) for split, source in spawned]
-    return [f"{where}: {problem}" for where, problem in found if problem]
+    problems = []
+    for split, source in tree.sources:
+        if source.serve.address is None:
+            found = [find(source.env.id), problem() if source.serve.sandbox else None]
+            problems += [f"orchestrator.{split}.source {source.name!r}: {why}" for why in found if why]
+    return problems
 
 
 # ------------------------------------------------------------------------------------------------------------ model
@@ -178,15 +183,6 @@ def _weights(tree: RunTree, budget: Budget) -> list[str]:
 
 def _default(tree: RunTree) -> str:
     return "half of what is free" if tree.arena.capacity is None else "configured"
-
-
-def size(nbytes: float) -> str:
-    """A size as people read it. Example: size(3 << 29) == '1.5 GiB'"""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:,.1f} GiB"
 
 
 # ------------------------------------------------------------------------------------------------------------ ports

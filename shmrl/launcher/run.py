@@ -22,11 +22,12 @@ from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, peek_ru
 from shmrl.config.tables import Log
 from shmrl.launcher import preflight
 from shmrl.launcher.janitor import Janitor
-from shmrl.launcher.preflight import Budget, size
+from shmrl.launcher.preflight import Budget
 from shmrl.launcher.roles import Role, process_table
 from shmrl.launcher.supervisor import Outcome, Supervisor
 from shmrl.monitor.log import to_file
 from shmrl.node.host import exclusive, hosted, needs_tiny_model, tiny_model_command
+from shmrl.units import size
 
 if TYPE_CHECKING:
     from shmrl.arena import Arena

@@ -13,9 +13,10 @@ from shmrl.config import load_run
 from shmrl.config.shape import ModelShape
 from shmrl.errors import ConfigError, PortInUse
 from shmrl.launcher import preflight
-from shmrl.launcher.preflight import arena_budget, check, size
+from shmrl.launcher.preflight import arena_budget, check
 from shmrl.node import host
 from shmrl.node.host import available_memory
+from shmrl.units import size
 from tests.support.runs import free_ports
 
 RUN = """
@@ -69,6 +70,14 @@ def test_a_head_wider_than_the_vocabulary_and_a_context_longer_than_the_model(de
     found = problems(dense(**flags, inference__max_model_len=4096))
     assert any("trainer.head = 301 exceeds the vocabulary" in line and "300" in line for line in found)
     assert any("4096 exceeds max_position_embeddings = 2048" in line for line in found)
+
+
+def test_a_sandbox_without_bwrap_is_refused_before_anything_starts(load, monkeypatch, tmp_path):
+    sandboxed = RUN + 'serve.sandbox = "bwrap"\n'
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (line,) = problems(load(sandboxed))
+    assert line.startswith("orchestrator.train.source 'a': serve.sandbox = 'bwrap': bubblewrap is not installed")
+    assert "apt-get install -y bubblewrap" in line
 
 
 def test_a_path_without_a_model_is_named(load, tmp_path):
