@@ -74,33 +74,30 @@ def _check_exported(file, read):
 
 
 def test_a_killed_orchestrator_is_followed_by_one_that_adopts_what_was_finished(run):
-    one = run(text=slow(), **{"run.restarts.orchestrator": 1}).start()
+    one = run(text=slow(), **{"run.restarts.orchestrator": 1, "run.max-steps": 12}).start()
     one.wait_for_step(2)
-    address, (pid,) = one.record()["addresses"]["arena"], one.pids("orchestrator")
+    (rank,), (pid,), address = one.pids("trainer:0"), one.pids("orchestrator"), one.record()["addresses"]["arena"]
+    os.kill(rank, signal.SIGSTOP)  # so that there is a step that is trained, and groups finish meanwhile
     stopped = wait_until(lambda: _stopped(one, pid, address), 60, "a finished group beside a step that is trained")
     finished, unfinished, since = stopped
     os.kill(pid, signal.SIGKILL)
+    os.kill(rank, signal.SIGCONT)
     events = _events(one, address, since)
     code, output = one.finish()
     assert code == 0, output
     assert "restarting orchestrator (1 of 1)" in output
     one.assert_nothing_left()
     lines = one.metrics()
-    assert [line["step"] for line in lines] == STEPS
+    assert [line["step"] for line in lines] == list(range(1, 13))
     assert all({"train/reward", "train/loss", "time/collect"} <= line.keys() for line in lines)
-    assert [line["episodes/shipped"] for line in lines] == [16] * 6
+    assert [line["episodes/shipped"] for line in lines] == [16] * 12
     assert sum(line["episodes/failed"] + line["payload/dropped_micro_batches"] for line in lines) == 0
     log = (one.output_dir / "logs" / "latest" / "orchestrator.log").read_text()
     (adopted,) = re.findall(r"adopted (\d+) groups that were finished and not shipped", log)
-    assert int(adopted) == len(finished) // 4
-
-    assert max(events["free"].values()) == 1
-    assert {block: (events["ship"][block] > 0, events["free"][block]) for block in finished} == dict.fromkeys(
-        finished, (True, 1)
-    )
-    assert {block: (events["ship"][block], events["free"][block]) for block in unfinished} == dict.fromkeys(
-        unfinished, (0, 1)
-    )
+    assert int(adopted) >= len(finished) // 4  # and what had its last reply on the way
+    assert set(events["free"].values()) == {1}
+    assert all(events["ship"][block] and events["free"][block] for block in finished)
+    assert all(events["free"][block] for block in unfinished)
 
 
 def _stopped(one, pid, address):
