@@ -116,6 +116,10 @@ class PayloadError(ShmrlError):
         return cls(f"{field}: {problem}", field=field, position=position, value=value)
 
 
+class MissingField(PayloadError):
+    """The engine returned nothing at all for a field that the run captures."""
+
+
 class LostPayload(ShmrlError):
     """A referenced block is gone or was discarded. Names the block and whose it was."""
 

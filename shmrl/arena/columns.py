@@ -185,27 +185,55 @@ def _find(view: View, tail: Tail, field: str) -> Column:
 
 def check(handle: Handle, payload: memoryview, raw: bytes, crc: int) -> None:
     """Compares a whole payload with the tail behind it and the crc in its descriptor. ChecksumError, ArenaCorrupt."""
-    tail = _checked(handle, raw, crc)
-    if not tail.crcs and not tail.columns:
-        if crc32c(payload) != crc:
-            raise ChecksumError(f"{handle!r}: the payload of {len(payload)} bytes does not match its crc32c")
-        return
-    if not tail.columns:
-        _compare(handle, "payload", crc_blocks(payload, BLOCK_NBYTES), tail.crcs, 0)
-        return
-    for column in tail.columns:
-        _verify_rows(handle, payload, tail, column, 0, column.rows)
-    if _rest_crc(payload, tail.columns) != tail.rest_crc:
-        raise ChecksumError(f"{handle!r}: the bytes outside its columns do not match their crc32c")
+    Arrival(handle, payload, raw, crc).finish()
+
+
+class Arrival:
+    """Compares a payload that fills from its front with its tail and crc, each row block once it is complete.
+
+    Whoever fills it finds that it is spoilt early, and each block is still in the caches. ChecksumError, ArenaCorrupt.
+    """
+
+    def __init__(self, handle: Handle, payload: memoryview, raw: bytes, crc: int) -> None:
+        self._handle, self._payload, self._crc = handle, payload, crc
+        self._tail = _checked(handle, raw, crc)
+        self._ahead = list(self._tail.columns)
+        if not self._ahead and self._tail.crcs:
+            self._ahead = [Column("payload", 0, len(payload), 1, 0, BLOCK_NBYTES)]
+        self._row = 0  # of the first column ahead: rows before it are compared
+
+    def upto(self, nbytes: int) -> None:
+        """So many bytes are there."""
+        while self._ahead:
+            column = self._ahead[0]
+            whole = max(0, nbytes - column.offset) // column.step * column.rows_per_crc
+            row = column.rows if nbytes >= column.end else whole
+            _verify_rows(self._handle, self._payload, self._tail, column, self._row, row)
+            self._row = row
+            if row < column.rows:
+                return
+            self._ahead.pop(0)
+            self._row = 0
+
+    def finish(self) -> None:
+        """All of it is there."""
+        self.upto(len(self._payload))
+        if self._tail.columns and _rest_crc(self._payload, self._tail.columns) != self._tail.rest_crc:
+            raise ChecksumError(f"{self._handle!r}: the bytes outside its columns do not match their crc32c")
+        if not self._tail.columns and not self._tail.crcs and crc32c(self._payload) != self._crc:
+            raise ChecksumError(
+                f"{self._handle!r}: the payload of {len(self._payload)} bytes does not match its crc32c"
+            )
 
 
 def _verify_rows(handle: Handle, payload: memoryview, tail: Tail, column: Column, start: int, stop: int) -> None:
     first, last = start // column.rows_per_crc, -(-stop // column.rows_per_crc)
     if start == stop:
         return
-    there = payload[column.offset + first * column.step : min(column.offset + last * column.step, column.end)]
     want = tail.crcs[4 * (column.first + first) : 4 * (column.first + last)]
-    _compare(handle, column.name, crc_blocks(there, column.step), want, first)
+    with payload[column.offset + first * column.step : min(column.offset + last * column.step, column.end)] as there:
+        have = crc_blocks(there, column.step)
+    _compare(handle, column.name, have, want, first)
 
 
 def _compare(handle: Handle, name: str, have: bytes, want: bytes, first: int) -> None:

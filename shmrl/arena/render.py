@@ -174,6 +174,19 @@ def holders(row: Row) -> str:
     return "\n".join([*lines, *([""] if row["events"] else []), *(event(one) for one in row["events"])])
 
 
+def leak(row: Row) -> str:
+    """One line about a block that should be gone: whose it is, who has it, and who has yet to finish with it.
+
+    Example: "run/words/g7/3: 64.2 KiB, sealed, owner orchestrator (812), read by nobody, step 5: done 0 of 3 readers"
+    """
+    held = ", ".join(map(_plain, row["held_by"])) or "nobody"
+    facts = [human(row["nbytes"]), _state(row), f"owner {_plain(row['owner'] or 'orphan')}", f"read by {held}"]
+    if row["readers"]:
+        done = ", ".join(map(str, row["done"])) or "none"
+        facts.append(f"step {row['step']}: done {done} of {row['readers']} readers")
+    return f"{_plain(row['tag'] or '-')}: {', '.join(facts)}"
+
+
 def fsck(rows: list[Row]) -> str:
     """How many faults, and every one on a line of its own."""
     lines = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from shmrl.units import parse_bytes, parse_shares
 
@@ -24,6 +24,18 @@ PROCESS_SLOTS = 256  # of an arena
 LONGEST_TAG = 112  # bytes of a block's tag
 FETCHED = "fetched"  # the source of copies of other nodes' blocks, in their tags
 SPILL_AFTER_S = 0.5  # arena.timeout_s where writers may spill
+
+
+def _reachable(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if host in ("0.0.0.0", "[::]", "*") or int(port) > 65535:
+        raise ValueError("a host that others can reach it by, and a port")
+    return address
+
+
+HostPort = Annotated[
+    str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}$"), AfterValidator(_reachable)
+]  # port 0: a free one
 
 
 class Table(BaseModel):
@@ -188,7 +200,7 @@ class NodeConfig(Table):
     certificate, key: files (PEM) that make it an https server. ca: the file that other nodes' servers are checked by.
     """
 
-    address: Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}$")] | None = None
+    address: HostPort | None = None
     certificate: Path | None = None
     key: Path | None = None
     ca: Path | None = None
@@ -200,9 +212,8 @@ class NodeConfig(Table):
 
     @model_validator(mode="after")
     def _servable(self) -> NodeConfig:
-        host, _, port = (self.address or "localhost:1").rpartition(":")
-        if host in ("0.0.0.0", "[::]", "*") or not 0 < int(port) < 65536:
-            raise ValueError(f"address = {self.address!r}: a host that other nodes can reach, and a port")
+        if self.address is not None and not int(self.address.rpartition(":")[2]):
+            raise ValueError(f"address = {self.address!r}: its ranks could not tell the port")
         if (self.certificate is None) != (self.key is None) or (self.certificate and not self.address):
             raise ValueError("certificate and key belong together, and to an address")
         return self

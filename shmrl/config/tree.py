@@ -23,6 +23,7 @@ from shmrl.config.tables import (
     Address,
     ArenaConfig,
     Count,
+    HostPort,
     Inference,
     Log,
     ModelConfig,
@@ -82,10 +83,12 @@ class StaticPool(Table):
 class ServeConfig(Table):
     """`[serve]`: how one environment is hosted. A source's address is derived unless it is given.
 
+    http: "host:port" where a server with an arena of its own serves the arena's blocks to clients on other hosts.
     sandbox: where the environment runs what a model wrote; environments that do refuse to load without one.
     """
 
     address: Address | None = None
+    http: HostPort | None = None
     pool: StaticPool = StaticPool()
     max_concurrent: Positive = 1024
     request_timeout_s: Annotated[float, Field(ge=0)] = 300.0
@@ -320,6 +323,8 @@ class RunTree(Table):
             tag = f"{self.run.name}/{name}/0000-e00000000.0000000/0000"
             if len(tag) > LONGEST_TAG:
                 problems.append(f"run.name and source name are too long together: {tag!r} exceeds {LONGEST_TAG} bytes")
+        for name in (source.name for _, source in self.sources if source.serve.http is not None):
+            problems.append(f"{name}'s serve.http is for a server started by hand: a run's servers share its arena")
         names = [source.name for _, source in self.sources]
         for name in self.arena.shares:
             if name not in names:
@@ -374,3 +379,9 @@ class EnvServerConfig(Table):
     serve: ServeConfig = ServeConfig(address="tcp://127.0.0.1:5000")
     arena: ArenaConfig = ArenaConfig()
     log: Log = Log()
+
+    @model_validator(mode="after")
+    def _http(self) -> EnvServerConfig:
+        if self.serve.http is not None and self.arena.address is not None:
+            raise ValueError("serve.http belongs to a server with an arena of its own, without arena.address")
+        return self

@@ -106,8 +106,8 @@ class EnvClient:
         return await self._call("health", {})
 
     async def info(self) -> dict[str, Any]:
-        """name, env_id, split, arena (address), node, fields, demonstrates, scores_groups, max_concurrent,
-        workers."""
+        """name, env_id, split, arena (address), fields, demonstrates, scores_groups, max_concurrent, workers; origin
+        and node: what `Handle.origin` says of its blocks, and the url they can be fetched from (None: nowhere)."""
         return await self._call("info", {})
 
     async def take_over(self, run: str) -> int:

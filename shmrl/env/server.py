@@ -2,7 +2,8 @@
 
 A ROUTER socket takes requests (`protocol.py`) of any number of clients, each of which says hello with the run's token
 first. Request payloads are decoded once, to check them and to know their tag; replies pass through as bytes. Without
-`arena.address` in its configuration the server makes an arena of its own and removes it at the end.
+`arena.address` in its configuration the server makes an arena of its own and removes it at the end; with `serve.http`
+clients on other hosts fetch its blocks there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from shmrl.env.sandbox import Sandbox
 from shmrl.errors import ConfigError, ProtocolError, RunError, ServerDied
 from shmrl.node.host import create_arena, read_token
 from shmrl.node.ports import port_in_use
+from shmrl.node.server import NodeServer
 from shmrl.wire import pack
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class EnvServer:
         self._episodes: dict[asyncio.Task[Any], tuple[bytes, str]] = {}  # handler of an open one -> its client, its tag
         self._handlers: set[asyncio.Task[None]] = set()
         self._lag_ms = 0.0
+        self._node: NodeServer | None = None
 
     async def run(self) -> None:
         """Serve until `close`. Raises PortInUse, TasksetError, WorkerDied (restart budget exhausted), ConfigError."""
@@ -82,8 +85,11 @@ class EnvServer:
         arena, own = None, False
         try:
             arena, own = self._open_arena(self.config.arena)
+            self._node = self._open_node(arena)
             await self._serve(socket, arena)
         finally:
+            if self._node is not None:
+                self._node.close()
             socket.close(linger=LINGER_MS)
             self._context.destroy(linger=LINGER_MS)
             if arena is not None:
@@ -135,6 +141,14 @@ class EnvServer:
         if config.address is not None:
             return Arena.attach(config.address), False
         return create_arena(config, self.config.name), True
+
+    def _open_node(self, arena: Arena) -> NodeServer | None:
+        where = self.config.serve.http
+        if where is None:
+            return None
+        if self._token is None:
+            raise ConfigError("serve.http needs a token: set arena.token_file or SHMRL_TOKEN")
+        return NodeServer(arena, self._token, where)
 
     async def _serve(self, socket: zmq.asyncio.Socket, arena: Arena) -> None:
         config = self.config
@@ -314,7 +328,8 @@ class EnvServer:
             "env_id": config.env.id,
             "split": config.split,
             "arena": self._arena.address,
-            "node": None,
+            "origin": self._arena.origin,
+            "node": self._node and self._node.url,
             "fields": list(FIELDS),
             "demonstrates": bool(self._pool.facts.get("demonstrates")),
             "scores_groups": bool(self._pool.facts.get("scores_groups")),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import shmrl
+from shmrl.arena import render
 from shmrl.config import RunTree
 from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, peek_run_dir, used_before
 from shmrl.config.tables import Log
@@ -86,7 +87,7 @@ def _without_leaks(arena: Arena, outcome: Outcome) -> Outcome:
     if stats["blocks"] == 0 and stats["created"] == stats["freed"]:
         return outcome
     for row in arena.ls()[:20]:
-        log.error("left in the arena: %s", row)
+        log.error("left in the arena: %s", render.leak(row))
     counts = f"{stats['blocks']} blocks left, {stats['created']} created, {stats['freed']} freed"
     return Outcome(1, "failed", f"every role finished, but the arena leaks: {counts}")
 
@@ -121,6 +122,7 @@ def _record(tree: RunTree, rundir: RunDir) -> dict[str, Any]:
         "trainer": tree.trainer_address,
         "inference": tree.inference.engine_urls,
         "envs": servers,
+        "node": tree.node.url,
     }
     return {
         "name": tree.run.name,

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shmrl.errors import LostPayload
 from shmrl.payload import read_text
 from shmrl.types import EpisodeResult, Sample
 
@@ -40,5 +41,13 @@ def _line(arena: Arena, source: str, result: EpisodeResult, advantage: float, sa
         "sampled_tokens": sample.S,
         "version_start": result.version_start,
         "version_end": result.version_end,
-        "messages": read_text(arena, sample),
+        "messages": _messages(arena, sample),
     }
+
+
+def _messages(arena: Arena, sample: Sample) -> list[dict[str, Any]] | None:
+    """None without text, and where the block is lost: what becomes of it is for the trainer's ranks to agree on."""
+    try:
+        return read_text(arena, sample)
+    except LostPayload:
+        return None

@@ -106,6 +106,7 @@ class Client:
         self._token, self.patience_s = token, patience_s
         self._tls = None if ca is None else ssl.create_default_context(cafile=str(ca))
         self._idle: defaultdict[str, list[Connection]] = defaultdict(list)
+        self._busy: set[Connection] = set()
         self._changing = threading.Lock()
         self._closing = threading.Event()
 
@@ -145,26 +146,32 @@ class Client:
         with self._changing:
             kept = self._idle[url].pop() if self._idle[url] else None
         connection = kept or Connection(url, self._token, self._tls)
-        try:
-            result = attempt(connection)
-        except BaseException:
-            connection.stream.close()
-            raise
         with self._changing:
-            if not self._closing.is_set():
-                self._idle[url].append(connection)
-                return result
-        connection.stream.close()
-        return result
+            self._busy.add(connection)
+        whole = False
+        try:
+            if self._closing.is_set():
+                raise ConnectionAbortedError("closed")
+            result = attempt(connection)
+            whole = True
+            return result
+        finally:
+            with self._changing:
+                self._busy.discard(connection)
+                if whole and not self._closing.is_set():
+                    self._idle[url].append(connection)
+                else:
+                    connection.stream.close()
 
     def close(self) -> None:
-        """Drops kept connections; attempts under way get no further one. Idempotent."""
+        """Breaks off what is under way and drops kept connections. Idempotent."""
         self._closing.set()
         with self._changing:
-            idle = [connection for kept in self._idle.values() for connection in kept]
+            for connection in self._busy:
+                connection.stream.shutdown()
+            for connection in (connection for kept in self._idle.values() for connection in kept):
+                connection.stream.close()
             self._idle.clear()
-        for connection in idle:
-            connection.stream.close()
 
     def __enter__(self) -> Self:
         return self

@@ -15,14 +15,24 @@ from contextlib import suppress
 from pathlib import Path
 
 from shmrl.arena import Arena, columns
-from shmrl.config.tables import FETCHED
-from shmrl.errors import ChecksumError, ForeignArena, LostPayload, NodeError, NotSealed, ShmrlError, StaleHandle
+from shmrl.config.tables import FETCHED, SPILL_AFTER_S
+from shmrl.errors import (
+    ArenaError,
+    ChecksumError,
+    ForeignArena,
+    LostPayload,
+    NodeError,
+    NotSealed,
+    ShmrlError,
+    StaleHandle,
+)
 from shmrl.node.client import Client, Connection, Passing
 from shmrl.node.http import BadMessage
 from shmrl.types import Handle
 
 log = logging.getLogger(__name__)
 
+CHUNK = 1 << 20  # bytes received at once, and compared while they are in the caches
 CORRUPT = 2  # attempts whose bytes do not match their checksums, until that is the block's state and not the network's
 
 
@@ -52,7 +62,7 @@ def fetch(
         failed = [error for flight in flights if (error := flight.exception()) is not None]
         if not failed:
             return [flight.result() for flight in flights]
-        with suppress(StaleHandle):
+        with suppress(ArenaError):
             arena.free([flight.result() for flight in flights if flight.exception() is None])
         raise failed[0]
 
@@ -77,7 +87,9 @@ def original_of(tag: str) -> Handle | None:
 
 def fetch_one(arena: Arena, client: Client, handle: Handle, url: str) -> Handle:
     """A copy of one block, with the errors of `fetch`."""
-    with arena.reserve(handle.nbytes, tag=tag_of(handle), timeout_s=client.patience_s) as block:
+    spills = bool(arena._spill_dir())
+    patience_s, on_full = (SPILL_AFTER_S, "spill") if spills else (client.patience_s, "block")
+    with arena.reserve(handle.nbytes, tag=tag_of(handle), timeout_s=patience_s, on_full=on_full) as block:
         with memoryview(block) as payload:
             transfer = _Transfer(handle, payload)
             try:
@@ -92,13 +104,14 @@ def fetch_one(arena: Arena, client: Client, handle: Handle, url: str) -> Handle:
 
 
 class _Transfer:
-    """One block under way: `got` bytes of its payload are there."""
+    """One block under way: `got` bytes of its payload are there, compared with their checksums as they came."""
 
     def __init__(self, handle: Handle, payload: memoryview) -> None:
         self._handle, self._payload = handle, payload
         self.got = 0
         self._corrupt = 0
         self._behind: tuple[bytes, int, bool] | None = None
+        self._arrival: columns.Arrival | None = None
 
     @property
     def behind(self) -> tuple[bytes, int, bool]:
@@ -107,44 +120,48 @@ class _Transfer:
         return self._behind
 
     def attempt(self, connection: Connection) -> None:
-        """What is missing, over one connection: both requests go out before the first answer is read."""
+        """What is missing, over one connection: both requests go out before the first answer is read.
+
+        Passing for bytes that do not match, once: a block that is freed while it is sent is found by this.
+        """
         path = f"/v1/blocks/{self._handle}"
         first, missing = self._behind is None, self.got < len(self._payload)
         if first:
             connection.ask("GET", f"{path}/tail")
         if missing:
             connection.ask("GET", path, asked=f"bytes={self.got}-" if self.got else "")
-        if first:
-            head = connection.answer()
-            told = head.fields.get("shmrl-crc32c", ""), head.fields.get("shmrl-checked", "")
-            if not all(word.isascii() and word.isdigit() for word in told):
-                raise BadMessage(502, "an answer without checksum fields")
-            self._behind = connection.body(head), int(told[0]), told[1] == "1"
-        if missing:
-            self._receive(connection)
-        self._verify()
+        try:
+            if first:
+                self._begin(connection)
+            if missing:
+                self._receive(connection)
+            if self._arrival is not None:
+                self._arrival.finish()
+        except ChecksumError as error:
+            self._corrupt += 1
+            if self._corrupt == CORRUPT:
+                raise
+            self.got, self._behind, self._arrival = 0, None, None
+            raise Passing(str(error)) from None
+
+    def _begin(self, connection: Connection) -> None:
+        """What lies behind the payload, and whether it is checked."""
+        head = connection.answer()
+        told = head.fields.get("shmrl-crc32c", ""), head.fields.get("shmrl-checked", "")
+        if not all(word.isascii() and word.isdigit() for word in told):
+            raise BadMessage(502, "an answer without checksum fields")
+        tail, crc, checked = self._behind = connection.body(head), int(told[0]), told[1] == "1"
+        self._arrival = columns.Arrival(self._handle, self._payload, tail, crc) if checked else None
 
     def _receive(self, connection: Connection) -> None:
         nbytes = len(self._payload)
         if (length := connection.answer().length) != nbytes - self.got:
             raise BadMessage(502, f"{length} bytes where {nbytes - self.got} of {nbytes} were asked for")
         while self.got < nbytes:
-            with self._payload[self.got :] as rest:
-                moved = connection.stream.some(rest)
+            with self._payload[self.got : self.got + CHUNK] as part:
+                moved = connection.stream.some(part)
             if not moved:
                 raise ConnectionResetError(f"closed after {self.got} of {nbytes} bytes")
             self.got += moved
-
-    def _verify(self) -> None:
-        """Passing for bytes that do not match, once: a block that is freed while it is sent is found by this."""
-        tail, crc, checked = self.behind
-        if not checked:
-            return
-        try:
-            columns.check(self._handle, self._payload, tail, crc)
-        except ChecksumError as error:
-            self._corrupt += 1
-            if self._corrupt == CORRUPT:
-                raise
-            self.got, self._behind = 0, None
-            raise Passing(str(error)) from None
+            if self._arrival is not None:
+                self._arrival.upto(self.got)

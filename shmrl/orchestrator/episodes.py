@@ -5,7 +5,8 @@ ledger the moment it arrives. An episode that is given up - timed out, cancelled
 its server, which frees what it kept; a reply that was on its way all the same is adopted and released here.
 
 Every dispatched train episode ends in exactly one of OUTCOMES: `failed` and `timed_out` are decided here, the others by
-whoever asked for the episode. Failures are data; only a lost server (ServerDied, TasksetError) is the run's end.
+whoever asked for the episode. Failures are data; only a lost server (ServerDied, TasksetError) is the run's end, and a
+source from which a field that the run trains with has never come.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from shmrl.errors import LostPayload, RunError, ServerDied, TasksetError
+from shmrl.errors import LostPayload, MissingField, PayloadError, RunError, ServerDied, TasksetError
 from shmrl.orchestrator.ledger import Ledger
 from shmrl.orchestrator.sources import Source
 from shmrl.types import EpisodeResult, ErrorInfo, Task
@@ -30,6 +31,7 @@ T = TypeVar("T")
 Outcome = Literal["shipped", "filtered", "stale", "failed", "cancelled", "timed_out"]
 OUTCOMES: tuple[Outcome, ...] = ("shipped", "filtered", "stale", "failed", "cancelled", "timed_out")
 FATAL = (ServerDied, TasksetError)
+REJECTED = (PayloadError.__name__, MissingField.__name__)
 REPORT_S = 30.0
 
 
@@ -106,6 +108,7 @@ class Episodes:
         self._counts: Counter[Outcome] = Counter()
         self._failures: Counter[str] = Counter()  # since the last success
         self._last_failure = "none"
+        self._complete: set[str] = set()  # sources of which a sample came with every field
         self._in_dropped = 0  # failures in groups that were dropped, since one was kept
         self._open: dict[str, float] = {}
         self._late: set[asyncio.Task[list[EpisodeResult]]] = set()
@@ -132,7 +135,7 @@ class Episodes:
         """One result per seed, their blocks adopted. A failure is a result with `error`; in training it is counted.
 
         The caller holds the permits. Cancelling this cancels the episodes and counts nothing. Raises FATAL, and
-        RunError when nothing but failures comes back.
+        RunError when nothing but failures comes back, or a field is missing in a source's first sample.
         """
         tag = f"{self._run_id}/{ask.source.name}/{ask.group_id}"
         tags = [f"{tag}/{ask.index + i}" for i in range(len(ask.seeds))]
@@ -142,9 +145,14 @@ class Episodes:
         finally:
             del self._open[tags[0]]
         results = [self._received(ask, reply, tag) for reply, tag in zip(replies, tags, strict=True)]
-        for result, tag in zip(results, tags, strict=True):
-            if not result.success:
-                self._count_failure(ask, tag, result)
+        try:
+            for result, tag in zip(results, tags, strict=True):
+                if not result.success:
+                    self._count_failure(ask, tag, result)
+        except RunError:
+            for result in results:
+                self._ledger.release(result.samples)
+            raise
         return results
 
     async def _replies(self, ask: Ask, tag: str) -> list[EpisodeResult]:
@@ -173,6 +181,8 @@ class Episodes:
         fault = result.error or _fault(ask, result)
         if fault is None:
             self._failures.clear()
+            if result.samples:
+                self._complete.add(ask.source.name)
             return result
         self._ledger.release(result.samples)
         return _failed(ask, fault)[0]
@@ -182,7 +192,13 @@ class Episodes:
         assert error is not None
         if ask.keep == "train":
             self.end("timed_out" if error.type == "TimeoutError" else "failed")
-            self.rejected += error.type == "PayloadError"
+            self.rejected += error.type in REJECTED
+            if error.type == MissingField.__name__ and ask.source.name not in self._complete:
+                raise RunError(
+                    f"source {ask.source.name!r}: its first sample ({tag}) lacks a field that the run trains with: "
+                    f"{error.message}. The engine must return what trainer.router_replay, trainer.head and "
+                    "trainer.sampling_replay ask for"
+                )
         self._last_failure = f"{error.type}: {error.message}"
         self._failures[self._last_failure] += 1
         log.warning("%s failed: %s: %s", tag, error.type, error.message)

@@ -13,6 +13,7 @@ reads the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class Ledger:
             try:
                 self._arena.adopt([handle])
             except ArenaError as error:
-                self._free(taken)
+                self._free([block for block in taken if block not in self._holds])
                 self._free_rest(counts, handle)
                 raise LostPayload(f"{tag}: block {handle!r} could not be adopted: {error}") from error
             taken.append(handle)
@@ -69,9 +70,12 @@ class Ledger:
             self._holds.setdefault(handle, Hold(tag)).samples += count
 
     def _free_rest(self, counts: Iterable[Handle], lost: Handle) -> None:
-        """Adopt and free what a half-lost episode still has, so that its siblings do not outlive it."""
+        """Adopt and free what a half-lost episode still has, so that its siblings do not outlive it; but for what
+        other episodes share."""
         handles = list(counts)
         for handle in handles[handles.index(lost) + 1 :]:
+            if handle in self._holds:
+                continue
             try:
                 self._arena.adopt([handle])
             except ArenaError:
@@ -116,7 +120,16 @@ class Ledger:
             self._holds[handle].steps.add(step)
             by_count[count].append(handle)
         for count, handles in by_count.items():
-            self._arena.ship(handles, readers=count * readers + 1, step=step)
+            self._arm(handles, count * readers + 1, step)
+
+    def _arm(self, handles: Sequence[Handle], readers: int, step: int) -> None:
+        """Ship what is still there. A block that is gone goes out all the same: the ranks agree on what they drop."""
+        try:
+            self._arena.ship(handles, readers=readers, step=step)
+        except StaleHandle:
+            for handle in handles:
+                with contextlib.suppress(StaleHandle):
+                    self._arena.ship([handle], readers=readers, step=step)
 
     def resume(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
         """Hold again what an orchestrator before this one shipped in `step`, as far as it is still there."""

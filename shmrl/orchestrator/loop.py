@@ -27,7 +27,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from shmrl import wire
-from shmrl.arena import Arena
+from shmrl.arena import Arena, render
 from shmrl.config import RunTree
 from shmrl.config.budget import bytes_per_token, longest_episode
 from shmrl.config.shape import model_shape
@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 
 FAILED_BATCHES = 3
 SETTLE_S = 10.0
+LEAKS = 20  # blocks that are named when a run leaves some
 RELIEF_S = 0.25  # how often a batch that is being collected looks at the arena
 
 
@@ -395,17 +396,17 @@ class Orchestrator:
         left = await self._left_in_arena() if self.drained else []
         self.arena.close()
         if self.drained and (held or left):
-            tags = sorted({hold.tag for hold in held.values()} | set(left))
-            raise RunError(
-                f"{len(held)} blocks in the ledger and {len(left)} in the arena were never released: {tags[:20]}"
-            )
+            lines = [f"{hold.tag}: held by the ledger for {hold.samples} samples" for hold in held.values()]
+            lines += map(render.leak, left)
+            head = f"{len(held)} blocks in the ledger and {len(left)} in the arena were never released:"
+            raise RunError("\n  ".join([head, *lines[:LEAKS]]))
 
-    async def _left_in_arena(self) -> list[str]:
-        """Tags of this run's blocks, once the env servers have had time to free what was cancelled."""
+    async def _left_in_arena(self) -> list[dict[str, Any]]:
+        """This run's blocks, once the env servers have had time to free what was cancelled."""
         deadline = time.monotonic() + SETTLE_S
         prefix = self.tree.run.name + "/"
         while True:
-            left = [row["tag"] for row in self.arena.ls() if row["tag"].startswith(prefix)]
+            left = [row for row in self.arena.ls() if row["tag"].startswith(prefix)]
             if not left or time.monotonic() > deadline:
                 return left
             await asyncio.sleep(0.05)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shmrl.errors import PayloadError
+from shmrl.errors import MissingField, PayloadError
 from shmrl.payload import _payload
 from shmrl.payload.checks import (
     Rows,
@@ -144,7 +144,7 @@ class Branch:
         rows = self.rows.get("mask")
         if rows is None or rows.counts is None:
             if truncated and self.S:
-                raise PayloadError.of(
+                raise MissingField.of(
                     "mask",
                     f"{self._name()} was sampled with {truncated} and has no sampling mask for its {self.S} "
                     "sampled tokens",
@@ -154,7 +154,8 @@ class Branch:
         sampled = self.tokens[self.loss_mask]
         if truncated and (rows.counts == 0).any():
             at = int(positions[np.argmin(rows.counts)])
-            raise PayloadError.of(
+            kind = PayloadError if rows.counts.any() else MissingField
+            raise kind.of(
                 "mask", f"no kept ids at position {at} of {self._name()}, sampled with {truncated}", at, value=0
             )
         check_negative("mask", rows.values)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shmrl.errors import PayloadError
+from shmrl.errors import MissingField, PayloadError
 from shmrl.payload.branch import Branch
 from shmrl.payload.forms import TopLogprobs, head_rows, logprobs_content, mask_from_logprobs, mask_rows, routed_experts
 from shmrl.payload.routing import Routing
@@ -173,7 +173,7 @@ class BranchBuilder:
         if self._routing is None:
             return
         if value is None:
-            raise PayloadError.of("routing", f"the engine returned none for {total} tokens", value=None)
+            raise MissingField.of("routing", f"the engine returned none for {total} tokens", value=None)
         rows, stated = self._routing_rows(value, self._routing.layers)
         start = total - 1 - len(rows)
         if start < 0 or (stated is not None and stated != start) or start > self._covered:
@@ -199,7 +199,8 @@ class BranchBuilder:
             return
         top = generation.top_logprobs or ()
         if len(top) != len(new):
-            raise PayloadError.of("head", f"{len(top)} rows for {len(new)} generated tokens", value=len(top))
+            kind = PayloadError if top else MissingField
+            raise kind.of("head", f"{len(top)} rows for {len(new)} generated tokens", value=len(top))
         rows = head_rows(top, new, self._head_k)
         self._check_vocab("head", rows[0])
         self._heads.append(rows)

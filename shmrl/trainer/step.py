@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ _SUMS = ("loss_tokens", "tokens", "bytes", "unrouted", "fetch_s", "fetches")
 
 @dataclass(slots=True)
 class _Share:
-    """This rank's part of one step: micro batches with their arrays (a lost one is replaced by a dummy), and sums."""
+    """This rank's part of one step: micro batches with their arrays (of a dropped one: its stand-in), and sums."""
 
     work: list[tuple[MicroBatch, TensorBatch]] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMS, 0.0))
@@ -71,6 +71,7 @@ class Stepper:
         self._loss: LossFn = make_loss(tree.trainer.loss)
         self._builder = InputBuilder(tree, policy.replay, ranks.device, policy.packed, policy.context)
         self._group_size = tree.trainer.context_parallel
+        self._layers = None if policy.replay is None else policy.replay.layers  # what is read of the routing
         self._blocks = StepBlocks(arena, ranks.rank, tree.arena, tree.node, read_token(tree.arena))
         self._staging: dict[int, TensorBatch] = {}  # by index in the step: buffers are reused from step to step
 
@@ -114,17 +115,16 @@ class Stepper:
         """Read every micro batch, then agree: which are lost anywhere, and how many loss tokens remain everywhere."""
         share = _Share()
         mine = torch.zeros(2, len(micro_batches), dtype=torch.int64)  # lost, loss tokens
-        dummy = MicroBatch((), padding=1)
-        for index, micro_batch in enumerate(micro_batches):
-            batch = self._read(index, micro_batch, share)
+        read = [self._read(index, micro_batch, share) for index, micro_batch in enumerate(micro_batches)]
+        for index, batch in enumerate(read):
             mine[:, index] = torch.tensor([1, 0] if batch is None else [0, int(batch.loss_mask.sum())])
-            share.work.append((micro_batch, batch or assemble(self._arena, dummy)))
         everywhere = torch.zeros(self._ranks.world, *mine.shape, dtype=torch.int64)
         everywhere[self._ranks.rank] = mine
         groups = self._ranks.sum(everywhere).view(-1, self._group_size, *mine.shape)  # [groups, ranks of one, ...]
         lost = groups[:, :, 0].amax(1)
-        for index in lost[self._ranks.rank // self._group_size].nonzero().flatten().tolist():
-            share.work[index] = dummy, assemble(self._arena, dummy)
+        dropped = lost[self._ranks.rank // self._group_size].tolist()
+        for micro_batch, batch, gone in zip(micro_batches, read, dropped, strict=True):
+            share.work.append(self._stand_in(micro_batch, read) if batch is None or gone else (micro_batch, batch))
         share.lost, share.global_tokens = int(lost.sum()), int((groups[:, :, 1].sum(1) * (1 - lost)).sum())
         if share.global_tokens == 0:
             raise RunError(f"step {step}: no loss token can be read ({share.lost} micro batches are lost)")
@@ -133,14 +133,14 @@ class Stepper:
     def _read(self, index: int, micro_batch: MicroBatch, share: _Share) -> TensorBatch | None:
         """One micro batch into its staging buffers; None when a block of it is lost."""
         began = time.monotonic()
-        replay, fold = self._policy.replay, self._builder.fold(micro_batch)
+        fold = self._builder.fold(micro_batch)
         try:
             batch = assemble(
                 self._arena,
                 micro_batch,
                 out=self._staging.get(index),
                 tokens=fold.ranges,
-                layers=replay.layers if replay is not None and micro_batch.samples else None,
+                layers=self._layers,
                 verify=self._tree.arena.verify,
             )
         except (LostPayload, StaleHandle, ChecksumError) as error:
@@ -159,6 +159,17 @@ class Stepper:
             share.sums["bytes"] += sum(handle.nbytes for handle in micro_batch.handles)
         share.sums["unrouted"] += _unrouted(fold, batch)
         return batch
+
+    def _stand_in(self, micro_batch: MicroBatch, read: Sequence[TensorBatch | None]) -> tuple[MicroBatch, TensorBatch]:
+        """What is fed for a dropped micro batch, for the collectives: one token without loss. Its route is a real row
+        where this rank has one, so that routers get what they always get; else a padding row, never zeros."""
+        dummy = MicroBatch((), padding=1, fields=micro_batch.fields, shapes=micro_batch.shapes)
+        batch = assemble(self._arena, dummy, layers=self._layers)
+        routed = [other for other in read if other is not None and other.routing is not None]
+        real = next((other.routing[at] for other in routed for at in np.flatnonzero(other.routing_covered)[:1]), None)
+        if batch.routing is not None and real is not None:
+            batch.routing[:], batch.routing_covered[:] = real, True
+        return dummy, batch
 
     # --------------------------------------------------------------------------------------------------------- train
 

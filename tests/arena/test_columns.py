@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shmrl.arena._ctl import crc32c, crc_blocks
+from shmrl.arena.columns import Arrival
 from shmrl.errors import ChecksumError
 
 BLOCKS_OFF = 96  # in srl_header
@@ -104,6 +105,26 @@ def test_plain_payloads_are_covered(arena, data, nbytes):
     with pytest.raises(ChecksumError):
         arena.get(handle, verify=True)
     arena.free(handle)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_arrives_spoilt_is_found_with_the_row_block_it_is_in(arena, plain):
+    handle = arena.put(ROWS) if plain else sealed(arena)
+    with arena.get(handle) as view:
+        whole, (tail, crc, _) = bytes(memoryview(view)), view._tail()
+    for step in (1000, 64 << 10, len(whole)):
+        arriving = bytearray(len(whole))
+        arrival = Arrival(handle, memoryview(arriving), tail, crc)
+        for at in range(0, len(whole), step):
+            arriving[at : at + step] = whole[at : at + step]
+            arrival.upto(min(at + step, len(whole)))
+        arrival.finish()
+        spoilt = bytearray(whole)
+        spoilt[70_000] ^= 4
+        arrival = Arrival(handle, memoryview(spoilt), tail, crc)
+        arrival.upto(65_000)
+        with pytest.raises(ChecksumError, match=r"row block \d+ does not match"):
+            arrival.upto(140_000)
 
 
 def test_a_changed_table_is_noticed(arena, data):

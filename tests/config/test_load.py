@@ -209,8 +209,9 @@ def test_shares_that_cannot_be_fail_while_loading(tmp_path, table, message):
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ("[node]\naddress = '0.0.0.0:7070'", "a host that other nodes can reach, and a port"),
-        ("[node]\naddress = '10.0.0.5:0'", "a host that other nodes can reach, and a port"),
+        ("[node]\naddress = '0.0.0.0:7070'", "a host that others can reach it by, and a port"),
+        ("[node]\naddress = '10.0.0.5:70700'", "a host that others can reach it by, and a port"),
+        ("[node]\naddress = '10.0.0.5:0'", "its ranks could not tell the port"),
         ("[node]\naddress = '10.0.0.5'", "node.address = '10.0.0.5'"),
         ("[node]\naddress = '10.0.0.5:7070'\ncertificate = 'c.pem'", "certificate and key belong together"),
         ("[node]\ncertificate = 'c.pem'\nkey = 'k.pem'", "belong together, and to an address"),
@@ -221,6 +222,15 @@ def test_shares_that_cannot_be_fail_while_loading(tmp_path, table, message):
 )
 def test_a_node_that_cannot_be_fails_while_loading(tmp_path, tables, message):
     assert any(message in problem for problem in problems(tmp_path, GOOD + tables + "\n"))
+
+
+def test_serve_http_is_for_a_server_with_an_arena_of_its_own(tmp_path):
+    text = "[env]\nid = 'reverse-text'\n[serve]\nhttp = '10.0.0.5:7071'\n"
+    assert load_env_server([write(tmp_path, text)]).serve.http == "10.0.0.5:7071"
+    with pytest.raises(ConfigError, match=r"serve\.http belongs to a server with an arena of its own"):
+        load_env_server([write(tmp_path, text + "[arena]\naddress = 'shm:ab'\n")])
+    with pytest.raises(ConfigError, match=r"a's serve\.http is for a server started by hand"):
+        load_run([write(tmp_path, GOOD)], {"orchestrator.train.source.0.serve.http": "10.0.0.5:7071"})
 
 
 def test_a_node_server_has_a_url_and_the_copies_a_share(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from shmrl.node.host import read_token
 from tests.support.clock import wait_until
-from tests.support.runs import ROOT, START_S, TINY, slow
+from tests.support.runs import ROOT, START_S, TINY, free_ports, slow
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -29,7 +29,8 @@ class Broken(Environment):
 
 
 def test_two_runs_with_three_sources_each_side_by_side(run):
-    first, second = (run(MULTI_ENV, sources=3, **STRICT).start() for _ in range(2))
+    node = {"node.address": f"127.0.0.1:{free_ports(1)}"}  # the first has a node server beside it
+    first, second = (run(MULTI_ENV, sources=3, **STRICT, **more).start() for more in (node, {}))
     token = wait_until(lambda: _token(first), START_S, "the token")
     first.wait_for_step(1)
     assert not [one.pid for one in psutil.process_iter(["cmdline"]) if token in " ".join(one.info["cmdline"] or ())]
@@ -40,6 +41,9 @@ def test_two_runs_with_three_sources_each_side_by_side(run):
         _check_files(one)
         _check_metrics(one.metrics())
     assert {first.record()["addresses"]["arena"]} != {second.record()["addresses"]["arena"]}
+    assert first.record()["addresses"]["node"] == f"http://{node['node.address']}"
+    assert "serving blocks of shm:" in (first.output_dir / "logs" / "latest" / "node.log").read_text()
+    assert not (second.output_dir / "logs" / "latest" / "node.log").exists()
     for path in first.output_dir.rglob("*"):
         assert path.is_dir() or token.encode() not in path.read_bytes(), f"{path} contains the run's token"
 

@@ -147,10 +147,10 @@ async def test_failures_are_data_and_leave_nothing(hosted, spec, arena, engine):
         assert (unsendable.success, unsendable.error.type) == (False, "ProtocolError")
         engine.masks = False
         masks = await rollout(client, Task("2", {"text": "a"}), spec())
-        assert (masks.success, masks.error.type, masks.samples) == (False, "PayloadError", ())
+        assert (masks.success, masks.error.type, masks.samples) == (False, "MissingField", ())
         engine.masks, engine.routing = True, False
         routing = await rollout(client, Task("3", {"text": "a"}), spec())
-        assert (routing.error.type, "routing" in routing.error.message) == ("PayloadError", True)
+        assert (routing.error.type, "routing" in routing.error.message) == ("MissingField", True)
         assert (await rollout(client, Task("4", {"text": "a"}), spec(), keep="maybe")).error.type == "EnvError"
         assert "unknown ['colour']" in (await rollout(client, Task("5", {"text": "a"}), spec(colour=1))).error.message
         with pytest.raises(ProtocolError, match=r"\$\.task\[1\]\.big"):

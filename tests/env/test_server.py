@@ -18,9 +18,13 @@ from shmrl.config import dump_toml
 from shmrl.env import EnvServer, serve_sidecar
 from shmrl.env.client import EnvClient
 from shmrl.errors import ConfigError, PortInUse, ProcessFailed, ServerDied, TasksetError
+from shmrl.node import fetch
+from shmrl.node.client import Client
+from shmrl.payload.header import read_header
 from tests.env.conftest import rollout, server_config, serving, until
 
 ENVS = "tests.env.environments:"
+TOKEN = "0123456789abcdef" * 2
 
 
 @contextmanager
@@ -70,6 +74,31 @@ async def test_a_server_without_an_arena_makes_one_and_removes_it():
         Arena.attach(address).close()
     with pytest.raises(Exception, match=address.partition(":")[2][:8]):
         Arena.attach(address)
+
+
+async def test_blocks_of_a_server_with_an_arena_of_its_own_are_fetched_from_elsewhere(arena, spec, monkeypatch):
+    monkeypatch.setenv("SHMRL_TOKEN", TOKEN)
+    config = server_config(None, "reverse-text", serve={"http": "127.0.0.1:0"})
+    async with serving(config, TOKEN) as (client, _):
+        info = await client.info()
+        (task,) = await client.tasks("train", 0, 1)
+        (sample,) = (await rollout(client, task, spec())).samples
+        assert {handle.origin for handle in sample.handles} == {info["origin"]}
+        nodes = {info["origin"]: info["node"]}
+        copies = await asyncio.to_thread(fetch, arena, sample.handles, nodes, token=TOKEN)
+        assert read_header(arena, copies[0]).meta["source"] == "test"
+        with Client(TOKEN) as owner:
+            await asyncio.to_thread(owner.call, info["node"], "blocks/adopt", handles=list(sample.handles))
+            freed = await asyncio.to_thread(owner.call, info["node"], "blocks/free", handles=list(sample.handles))
+        assert freed == len(copies)
+        assert (await client.health())["arena"]["blocks"] == 0
+
+
+async def test_blocks_are_not_served_without_a_token(monkeypatch):
+    monkeypatch.delenv("SHMRL_TOKEN", raising=False)
+    config = server_config(None, ENVS + "Echo", serve={"http": "127.0.0.1:0"})
+    with pytest.raises(ConfigError, match=r"serve\.http needs a token"):
+        await EnvServer(config.env.id, None, config=config).run()
 
 
 async def test_an_address_that_others_can_reach_needs_a_token(arena):

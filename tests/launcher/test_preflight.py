@@ -176,6 +176,8 @@ def test_two_roles_on_one_port_are_refused(load):
     port = free_ports(1)
     with pytest.raises(PortInUse, match=f"inference and env-server train/a would both bind port {port}"):
         check(load(inference__port=port, orchestrator__env_server_base_port=port))
+    with pytest.raises(PortInUse, match=f"inference and the node server would both bind port {port}"):
+        check(load(inference__port=port, node__address=f"127.0.0.1:{port}"))
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(17, "17 B"), (1536, "1.5 KiB"), (3 << 29, "1.5 GiB")])

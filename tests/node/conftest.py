@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 
@@ -52,11 +51,6 @@ def held(arena, handle):
     """The bytes of a block."""
     with arena.get(handle) as view:
         return bytes(memoryview(view))
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -2,21 +2,24 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from shmrl.arena import Arena
 from shmrl.errors import LostPayload, NodeError
-from shmrl.node.client import Client
+from shmrl.node.client import STALL_S, Client
 from shmrl.node.copies import Copies, RemoteCopies
 from shmrl.node.server import NodeServer
 from shmrl.types import Handle
-from tests.node.conftest import TOKEN, free_port, held, noise, process
+from tests.node.conftest import TOKEN, held, noise, process
 from tests.node.test_fetch import counters
 from tests.support.clock import wait_until
+from tests.support.runs import free_ports
 
 LEDGER = 4
 
@@ -89,7 +92,7 @@ def test_a_block_that_is_gone_is_lost_and_the_others_are_there(there, here, serv
 
 
 def test_a_node_that_is_away_is_a_failure_that_is_tried_anew(there, here, copies):
-    (handle,), port = shipped(there, 1), free_port()
+    (handle,), port = shipped(there, 1), free_ports(1)
     nodes = {there.origin: f"http://127.0.0.1:{port}"}
     assert isinstance(copies.want([handle], nodes, 0, 20.0)[handle], NodeError)
     copies.done([handle], nodes, 0)  # what cannot be told is logged
@@ -99,7 +102,7 @@ def test_a_node_that_is_away_is_a_failure_that_is_tried_anew(there, here, copies
 
 
 def test_what_has_not_arrived_yet_is_left_out_of_the_answer(there, here, copies):
-    (handle,), port = shipped(there, 1), free_port()
+    (handle,), port = shipped(there, 1), free_ports(1)
     nodes = {there.origin: f"http://127.0.0.1:{port}"}
     copies._client.patience_s = 30.0
     assert copies.want([handle], nodes, 0, 0.0) == {}
@@ -110,7 +113,7 @@ def test_what_has_not_arrived_yet_is_left_out_of_the_answer(there, here, copies)
 ASK = """
 import sys
 from shmrl import wire
-from shmrl.node.client import Client
+from shmrl.node.client import STALL_S, Client
 from shmrl.node.copies import RemoteCopies
 own, origin, url, *handles = sys.argv[1:]
 from shmrl.types import Handle
@@ -123,7 +126,7 @@ copies.want([Handle.parse(h) for h in handles], {origin: url}, 0, 20.0)
 
 def test_a_rank_killed_while_it_waits_breaks_off_no_transfer(there, here, own):
     """It is killed before the origin serves at all; the transfer it asked for is there for the next rank."""
-    handles, port = shipped(there, 3, nbytes=4 << 20), free_port()
+    handles, port = shipped(there, 3, nbytes=4 << 20), free_ports(1)
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-c", ASK, own._url, there.origin, url, *map(str, handles)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "SHMRL_TOKEN": TOKEN}) as rank:
@@ -137,7 +140,7 @@ def test_a_rank_killed_while_it_waits_breaks_off_no_transfer(there, here, own):
 
 
 def test_a_node_server_killed_and_started_again_adopts_its_copies(there, here, server):
-    handles, nodes, port = shipped(there, 5), {there.origin: server.url}, free_port()
+    handles, nodes, port = shipped(there, 5), {there.origin: server.url}, free_ports(1)
     with Client(TOKEN) as client:
         own = RemoteCopies(client, f"http://127.0.0.1:{port}")
         with process(here, port):
@@ -155,7 +158,7 @@ def test_a_node_server_killed_and_started_again_adopts_its_copies(there, here, s
 
 def test_a_node_server_killed_in_the_middle_of_a_fetch_leaves_nothing_half(there, here):
     """The origin stops in the middle of a block, the fetching server is killed, both come back."""
-    (handle,), ports = shipped(there, 1, nbytes=8 << 20), (free_port(), free_port())
+    (handle,), ports = shipped(there, 1, nbytes=8 << 20), (free_ports(1), free_ports(1))
     nodes = {there.origin: f"http://127.0.0.1:{ports[0]}"}
     with Client(TOKEN) as client:
         own, found = RemoteCopies(client, f"http://127.0.0.1:{ports[1]}"), {}
@@ -170,6 +173,35 @@ def test_a_node_server_killed_in_the_middle_of_a_fetch_leaves_nothing_half(there
         with process(there, ports[0]), process(here, ports[1]):
             asking.join()
             assert held(here, found[handle]) == held(there, handle)
+
+
+def test_a_server_that_is_closed_breaks_off_a_fetch_that_hangs(there, here):
+    """The origin accepts and says nothing: closing does not wait for it."""
+    (handle,) = shipped(there, 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, NodeServer(here, TOKEN) as own:
+        nodes = {there.origin: f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        with Client(TOKEN) as client:
+            assert RemoteCopies(client, own.url).want([handle], nodes, 0, 0.0) == {}
+        accepted, _ = silent.accept()
+        with accepted:
+            accepted.recv(1)
+            began = time.monotonic()
+            own.close()
+            assert time.monotonic() - began < STALL_S / 2
+    assert here.stats()["blocks"] == 0
+
+
+def test_copies_that_find_no_room_are_spilled_where_the_arena_may(there, server, tmp_path):
+    (handle,) = shipped(there, 1, nbytes=3 << 20)
+    with Arena.create("1MiB", spill_dir=str(tmp_path)) as small, Client(TOKEN) as client:
+        copies = Copies(small, client)
+        found = copies.want([handle], {there.origin: server.url}, 0, 20.0)
+        assert held(small, found[handle]) == held(there, handle)
+        assert small.stats()["spilled"] == 1
+        copies.done([handle], {there.origin: server.url}, 0)
+        assert small.stats()["blocks"] == 0
+        copies.close()
+        small.unlink()
 
 
 def test_statistics_name_the_copies_and_the_tag_says_of_what_they_are(there, here, server, copies):

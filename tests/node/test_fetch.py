@@ -15,8 +15,9 @@ from shmrl.node.blocks import moved
 from shmrl.node.client import Client
 from shmrl.node.server import NodeServer
 from shmrl.payload import assemble, encode, pack
-from tests.node.conftest import TOKEN, free_port, held, noise, process
+from tests.node.conftest import TOKEN, held, noise, process
 from tests.payload import branches
+from tests.support.runs import free_ports
 
 
 def columns(arena):
@@ -68,23 +69,26 @@ def test_a_broken_connection_is_resumed_behind_the_last_byte(there, here, server
     assert sent == [3 << 20, 3 << 20, 3 << 20, 1 << 20]
 
 
-def test_a_server_killed_in_the_middle_and_started_again_is_resumed(there, here):
-    data, port = noise(24 << 20), free_port()
-    handle, copies = there.put(data), []
-    with process(there, port, dies_after=9 << 20) as first:
-        fetching = threading.Thread(
-            target=lambda: copies.extend(fetch(here, [handle], {there.origin: f"http://127.0.0.1:{port}"}, token=TOKEN))
-        )
-        fetching.start()
-        first.wait()
-    with process(there, port):
-        fetching.join()
-        with Client(TOKEN) as client:
-            assert client.run(f"http://127.0.0.1:{port}", counters)["sent_bytes"] == 15 << 20
-    assert hashlib.sha256(held(here, copies[0])).digest() == hashlib.sha256(data).digest()
-    there.free([handle])  # nobody has a hold any more
-    there.sweep()
-    assert there.stats()["used_bytes"] == 0
+@pytest.mark.parametrize("nbytes", [24 << 20, pytest.param(1 << 30, marks=pytest.mark.long)])
+def test_a_server_killed_in_the_middle_and_started_again_is_resumed(tmp_path, nbytes):
+    data, port, cut = noise(nbytes), free_ports(1), nbytes * 3 // 8
+    capacity = nbytes + (8 << 20)
+    with Arena.create(capacity) as there, Arena.create(capacity, backing="file", base=str(tmp_path)) as here:
+        handle, nodes, copies = there.put(data), {there.origin: f"http://127.0.0.1:{port}"}, []
+        with process(there, port, dies_after=cut) as first:
+            fetching = threading.Thread(target=lambda: copies.extend(fetch(here, [handle], nodes, token=TOKEN)))
+            fetching.start()
+            first.wait()
+        with process(there, port):
+            fetching.join()
+            with Client(TOKEN) as client:
+                assert client.run(nodes[there.origin], counters)["sent_bytes"] == nbytes - cut
+        assert hashlib.sha256(held(here, copies[0])).digest() == hashlib.sha256(data).digest()
+        there.free([handle])  # nobody has a hold any more
+        there.sweep()
+        assert there.stats()["used_bytes"] == 0
+        there.unlink()
+        here.unlink()
 
 
 def counters(connection):
@@ -141,7 +145,7 @@ def test_what_will_not_pass_is_raised_at_once_and_leaves_nothing(there, here, se
 
 
 def test_a_server_that_stays_away_is_given_up_after_the_timeout(there, here):
-    handle, url = there.put(b"x"), f"http://127.0.0.1:{free_port()}"
+    handle, url = there.put(b"x"), f"http://127.0.0.1:{free_ports(1)}"
     with pytest.raises(NodeError, match=rf"{url}: given up after \d+ attempts in .*Connection refused"):
         fetch(here, [handle], {there.origin: url}, timeout_s=0.2, token=TOKEN)
     assert here.stats()["blocks"] == 0
@@ -180,7 +184,7 @@ def test_what_is_no_node_server_is_given_up_too(there, here, answer):
 
 def test_proxies_of_the_environment_are_not_used(there, here, server, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_ports(1)}")
     monkeypatch.delenv("NO_PROXY", raising=False)
     fetch(here, [there.put(b"x")], {there.origin: server.url}, timeout_s=1, token=TOKEN)
 

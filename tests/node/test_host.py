@@ -14,8 +14,8 @@ from shmrl.config import load_env_server, load_run
 from shmrl.errors import ArenaError, ConfigError, RunError
 from shmrl.node.client import Client
 from shmrl.node.host import exclusive, hosted, read_token
-from tests.node.conftest import free_port
 from tests.support import leftovers
+from tests.support.runs import free_ports
 
 RUN = """
 [model.tiny]
@@ -148,7 +148,7 @@ def test_node_hosts_by_hand_prints_the_commands_and_removes_everything_at_a_sign
 def test_a_node_with_an_address_has_a_server_that_is_started_again_and_shows_no_token(tmp_path, capfd):
     """And that ends with the node, however that ends. Without a tiny model to be made the node is up at once."""
     (tmp_path / "run.toml").write_text("[model]\npath = '.'" + RUN[RUN.index("\n[arena]") :])
-    port = free_port()
+    port = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     with Node(tmp_path, f"--node.address=127.0.0.1:{port}", "--log.level=debug", how=signal.SIGKILL) as node:
         token = read_token(node.arena)

@@ -209,6 +209,41 @@ async def test_three_batches_of_nothing_but_failures_end_the_run(tmp_path, worke
     await finish(p)
 
 
+async def test_a_field_that_is_missing_in_a_sources_first_sample_ends_the_run(tmp_path, arena, worker, parts):
+    missing = ErrorInfo("MissingField", "mask: no kept ids at position 3 of math/g1, sampled with top_p=0.95")
+    clients = [Client(worker, lambda call: missing if call == 0 else 1.0)]
+    p = parts(tree(tmp_path, batch_size=4, group_size=4), clients)
+    with pytest.raises(RunError, match=r"source 'a': its first sample \(t/a/a-0/0\) lacks a field .*: mask: no kept"):
+        await collect(p, 1)
+    assert p.episodes.rejected == 1
+    await finish(p)
+    assert arena.stats()["blocks"] == 0
+
+
+async def test_successes_of_a_group_whose_failures_end_the_run_are_released(tmp_path, arena, worker, parts):
+    client = Client(worker, lambda call: 1.0 if call == 1 else ErrorInfo("EngineError", "503"))
+    p = parts(tree(tmp_path, batch_size=4, group_size=4, max_inflight=4), [client], fail_limit=3)
+    p.sources[0].scores_groups = True
+    with pytest.raises(RunError, match="3 episodes in a row failed"):
+        await collect(p, 1)
+    assert p.ledger.open() == {}
+    await finish(p)
+    assert arena.stats()["blocks"] == 0
+
+
+async def test_a_field_that_came_before_and_is_missing_now_fails_its_episode(tmp_path, arena, worker, parts):
+    missing = ErrorInfo("MissingField", "routing: the engine returned none for 7 tokens")
+    client = Client(worker, lambda call: missing if call == 5 else float(call))
+    p = parts(tree(tmp_path, batch_size=4, group_size=4, max_inflight=4), [client])
+    p.ledger.release((await collect(p, 1)).samples)
+    p.dispatcher.serving(1)
+    batch = await collect(p, 2)
+    assert (p.episodes.rejected, ended(p)["failed"]) == (1, 1)
+    p.ledger.release(batch.samples)
+    await finish(p)
+    assert arena.stats()["blocks"] == 0
+
+
 async def test_a_success_in_every_group_does_not_hide_that_all_are_dropped(tmp_path, arena, worker, parts):
     client = Client(worker, lambda call: 1.0 if call % 4 == 0 else ErrorInfo("ArenaFull", "no room for 2.4 KiB"))
     p = parts(tree(tmp_path, batch_size=4, group_size=4, max_inflight=4), [client], fail_limit=12)

@@ -5,6 +5,7 @@ import pytest
 from shmrl.arena import Arena
 from shmrl.errors import LostPayload
 from shmrl.orchestrator.ledger import Ledger
+from shmrl.payload import assemble
 from shmrl.types import Handle, MicroBatch
 from tests.orchestrator.fakes import sample
 
@@ -116,6 +117,37 @@ def test_an_episode_that_lost_a_block_keeps_none(arena, worker):
         ledger.adopt([kept, lost, other], "t/a/g/7")
     assert counts(arena) == (0, 3, 3)
     assert len(ledger) == 0
+
+
+def test_what_others_share_outlives_an_episode_that_lost_a_block(arena, worker):
+    ledger = Ledger(arena, num_ranks=1)
+    first = sample(worker, "t/a/g/0")
+    second, third = (sample(worker, f"t/a/g/{i}", T=12, S=8, prefix=(first, 4)) for i in (1, 2))
+    ledger.adopt([first], "t/a/g/0")
+    worker.free([second.handles[-1]])
+    with pytest.raises(LostPayload, match="t/a/g/1"):  # with what is shared before the lost block, and behind it
+        ledger.adopt([second, third], "t/a/g/1")
+    assert list(ledger.open()) == list(first.handles)
+    assert counts(arena) == (1, 3, 2)
+    ledger.release([first])
+    assert counts(arena) == (0, 3, 3)
+
+
+def test_a_block_that_was_lost_before_it_ships_is_the_ranks_to_drop(arena, worker):
+    ledger = Ledger(arena, num_ranks=1)
+    lost, kept = sample(worker), sample(worker)
+    ledger.adopt([lost, kept], "t/a/g/0")
+    arena.free(lost.handles)
+    ledger.ship([[MicroBatch((lost,)), MicroBatch((kept,))]], step=1)
+    with Arena.attach(arena.address, reader=0) as reader:
+        with pytest.raises(LostPayload):
+            assemble(reader, MicroBatch((lost,)))
+        assert len(assemble(reader, MicroBatch((kept,))).tokens) == kept.T
+        reader.done([*lost.handles, *kept.handles])
+    assert counts(arena) == (1, 2, 1)
+    ledger.let_go(1)
+    assert counts(arena) == (0, 2, 2)
+    assert ledger.close() == {}
 
 
 def test_a_block_an_operator_discarded_is_no_error(arena, worker):

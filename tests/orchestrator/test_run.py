@@ -253,6 +253,16 @@ async def test_ranks_that_stand_elsewhere_are_refused(tmp_path, model_dir):
         assert "the trainer stands at step 4, and this run was not started with --resume" in output
 
 
+async def test_masks_that_never_come_stop_the_run_at_the_first_sample(tmp_path, model_dir):
+    async with FakeEngine(masks=False) as engine, Site(tmp_path, model_dir, engine) as site:
+        code, output = await site.orchestrate()
+        assert code == 1
+        assert "source 'words': its first sample (orc/words/" in output
+        assert "lacks a field that the run trains with: mask: no kept ids at position" in output
+        assert site.lines("metrics.jsonl") == []
+        assert site.arena.stats()["blocks"] == 0
+
+
 async def test_a_task_set_that_raises_fails_the_run_with_its_traceback(tmp_path, model_dir):
     (tmp_path / "broken_env.py").write_text(
         "from shmrl.env import Environment\n"

@@ -7,6 +7,7 @@ from benches.rollouts import rollouts
 from shmrl import Arena
 from shmrl.config import RunTree, TinyModel
 from shmrl.inference.embedded.tiny import write_tiny
+from shmrl.trainer.parallel import Ranks
 from tests.trainer.families import scale_weights
 
 SHAPE = TinyModel(
@@ -57,6 +58,14 @@ def run_tree(model, output_dir, address, *, warmup=None, max_steps=4, sampling=N
             "trainer": {**defaults, **trainer},
         }
     )
+
+
+@pytest.fixture
+def ranks():
+    """A world of one."""
+    ranks = Ranks("cpu")
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Run by test_parallel: optimizer steps of every job on ranks of their own processes, written by rank 0.
+"""Run by test_parallel: optimizer steps of every job on ranks of their own processes, written by rank 0. `lost_blocks`
+gives them other work.
 
 Arguments: run tree (TOML), jobs (msgpack), directory to write to. A job is its name, the keys of [trainer] it changes
 and the micro batches of every rank. Ranks are forked off one process that has imported everything, once per world size:
@@ -118,7 +119,7 @@ def work(rank, world, port, toml, jobs, out):
     leave(0)
 
 
-def main(toml, jobs, out):
+def main(toml, jobs, out, work=work):
     jobs = wire.unpack(Path(jobs).read_bytes())
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # ranks meet at a store of this process
     for world in sorted({len(batches) for _, _, batches in jobs}):

@@ -10,16 +10,8 @@ from benches.rollouts import rollouts
 from shmrl.errors import RunError
 from shmrl.trainer.losses import LossOutput
 from shmrl.trainer.models import load_policy
-from shmrl.trainer.parallel import Ranks
 from shmrl.trainer.step import Stepper
 from tests.trainer.samples import bare, put, retire, ship
-
-
-@pytest.fixture
-def ranks():
-    ranks = Ranks("cpu")
-    yield ranks
-    ranks.close()
 
 
 def stepper(tree, ranks, arena, lr=0.0):
