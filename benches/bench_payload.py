@@ -7,8 +7,10 @@ same micro batches from each into the same reused buffers, by the same code; onl
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.client
+import io
 import multiprocessing
 from multiprocessing import shared_memory
 
@@ -17,7 +19,8 @@ import pytest
 
 from benches.peers.http_server import serve
 from shmrl.arena import Arena
-from shmrl.payload import Branch, assemble, encode, pack, sample_from_wire, sample_to_wire
+from shmrl.payload import Branch, Routing, assemble, encode, pack, sample_from_wire, sample_to_wire
+from shmrl.payload.forms import engine_rows, routed_experts
 from shmrl.types import Handle
 
 LAYERS, TOP_K, EXPERTS, HEAD = 48, 8, 128, 128
@@ -150,6 +153,29 @@ def test_encode(benchmark, arena):
         rounds=20,
         warmup_rounds=2,
     )
+
+
+@pytest.mark.parametrize("way", ["into the block", "through arrays"])
+def test_an_answer_becomes_a_block(benchmark, arena, way):
+    """base64 of a .npy, 16,384 rows -> one sealed block; the other way decodes, then stitches, then copies it."""
+    npy, T = io.BytesIO(), 16_385
+    np.save(npy, np.resize(branch(0).rows["routing"].values, (T - 1, LAYERS, TOP_K)))
+    text = base64.b64encode(npy.getvalue()).decode()
+    tokens, loss, logprobs, handles = np.zeros(T, np.int32), np.zeros(T, np.bool_), np.zeros(T, np.float32), []
+
+    def run():
+        routing = Routing(EXPERTS, range(LAYERS))
+        if way == "into the block":
+            routing.add(engine_rows(text, layers=LAYERS, top_k=TOP_K)[0], start=0)
+            rows = routing.stitch(T)
+        else:
+            routing.add(routed_experts(text, layers=LAYERS, top_k=TOP_K)[0], start=0)
+            rows = routing.finish(T)
+        one = Branch(tokens, loss, logprobs, routing=rows, num_experts=EXPERTS)
+        handles.append(encode(arena, one, tag=TAG).handles[0])
+
+    benchmark.group = "an answer's routing"
+    benchmark.pedantic(run, teardown=lambda: arena.free([handles.pop()]), rounds=50, warmup_rounds=3)
 
 
 def test_check(benchmark):

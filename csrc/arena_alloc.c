@@ -1,5 +1,5 @@
-/* Spans of the data file: pages by segregated good fit with coalescing, cells below 64 KiB, and the rebuild
- * of both.
+/* Spans of the data file: pages by segregated good fit with coalescing, cells below 64 KiB, growth, and the rebuild
+ * of all that.
  *
  * Everything here runs under the allocator's lock, in whichever process has it. Nothing here is the truth:
  * pages[], bins and cell lists are a cache of blocks[], so a holder that dies in the middle costs a rebuild
@@ -21,17 +21,17 @@ static unsigned bin_of(uint32_t n) {
     return 8 * (log - 2) + (n >> (log - 3) & 7);
 }
 
-/* Cell sizes: 256 * {1, 1.25, 1.5, 1.75} * 2^k up to 32 KiB; all are multiples of a cache line. */
-static uint32_t cell_size(unsigned cls) {
+/* 256 * {1, 1.25, 1.5, 1.75} * 2^k up to 32 KiB; all are multiples of a cache line. */
+uint32_t srl_cell_nbytes(unsigned cls) {
     return (256u << (cls / 4)) / 4 * (4 + cls % 4);
 }
 static unsigned cells_of(unsigned cls) {
-    return SRL_PAGE / cell_size(cls);
+    return SRL_PAGE / srl_cell_nbytes(cls);
 }
 
 static unsigned cell_class(uint64_t n) {
     unsigned cls = 0;
-    while (cell_size(cls) < n)
+    while (srl_cell_nbytes(cls) < n)
         cls++;
     return cls;
 }
@@ -40,7 +40,7 @@ uint64_t srl_span_nbytes(uint64_t total) {
     if (total == 0)
         return 0;
     if (total <= SRL_CELL_MAX)
-        return cell_size(cell_class(total));
+        return srl_cell_nbytes(cell_class(total));
     return (total + SRL_PAGE - 1) / SRL_PAGE * SRL_PAGE;
 }
 
@@ -219,14 +219,14 @@ static int cell_take(srl_arena *a, unsigned cls, uint64_t *offset) {
     SRL_SET(r->cells_used, (uint16_t)(r->cells_used + 1));
     if (r->cells_used == cells_of(cls))
         list_remove(a, a->h->cell_pages + cls, p);
-    *offset = (uint64_t)p * SRL_PAGE + (uint64_t)cell * cell_size(cls);
+    *offset = (uint64_t)p * SRL_PAGE + (uint64_t)cell * srl_cell_nbytes(cls);
     return 0;
 }
 
 static int cell_give(srl_arena *a, uint64_t offset, unsigned cls, uint32_t writer) {
     uint32_t p = (uint32_t)(offset / SRL_PAGE);
     srl_page *r = page_at(a, p);
-    unsigned cell = (unsigned)(offset % SRL_PAGE / cell_size(cls));
+    unsigned cell = (unsigned)(offset % SRL_PAGE / srl_cell_nbytes(cls));
     if (!is_cut_into(a, p, cls) || !(r->cells[cell / 64] >> cell % 64 & 1)) {
         a->corrupt = true;
         return -EUCLEAN;
@@ -297,8 +297,29 @@ int srl_span_give(srl_arena *a, const srl_block *b, uint32_t writer) {
     return 0;
 }
 
-void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count) {
-    pages_give(a, (uint32_t)first, (uint32_t)count, SRL_NONE);
+/* ------------------------------------------------------------------------------------------------- growth */
+
+int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns) {
+    int rc = srl_lock(a, deadline_ns);
+    if (rc)
+        return rc;
+    if (a->h->committed_pages == from && to <= a->max_pages) { /* else somebody committed the same step */
+        pages_give(a, (uint32_t)from, (uint32_t)(to - from), SRL_NONE);
+        srl_store_relaxed(&a->h->committed_pages, to);
+        a->freed = true;
+    }
+    srl_unlock(a);
+    return 0;
+}
+
+int srl_commit_table(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns) {
+    int rc = srl_lock(a, deadline_ns);
+    if (rc)
+        return rc;
+    if (a->h->table_committed == from && to <= a->max_blocks)
+        srl_store_relaxed(&a->h->table_committed, to);
+    srl_unlock(a);
+    return 0;
 }
 
 /* ------------------------------------------------------------------------------------------------ rebuild */

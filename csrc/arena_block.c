@@ -33,8 +33,7 @@ void srl_drop_spilled(srl_arena *a, const srl_block *b, uint64_t w) {
 }
 
 /* Under the lock: the map first, then the word, and the link of the free list where the span was only when the
- * word no longer says that there is one. `w` is the FREEING word that was won; anything else has been dealt
- * with. */
+ * word no longer says that there is one. `w` is the FREEING word that was won; any other is dealt with. */
 static void free_locked(srl_arena *a, srl_block *b, uint64_t w) {
     if (SRL_STATE(w) != SRL_FREEING || srl_load_sc(&b->word) != w)
         return;
@@ -247,8 +246,8 @@ int srl_acquire(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
     int rc = readable(srl_load_sc(&b->word), gen);
     if (rc)
         return rc;
-    if (hold->count) { /* the private count decides alone: the shared bit protects a live view of this process
-                        */
+    /* the private count decides alone: the shared bit protects a live view of this process */
+    if (hold->count) {
         if (hold->generation != gen || srl_load_relaxed(&b->nonce) != nonce)
             return -ESTALE;
         hold->count++;
@@ -274,8 +273,7 @@ void srl_release(srl_arena *a, uint32_t slot) {
 
 /* ---------------------------------------------------------------------------------------------- ownership */
 
-/* The word of a READY block of this very handle, or why not. The nonce is stable if a CAS of this word
- * succeeds later. */
+/* The word of a READY block of this very handle, or why not. The nonce is stable if a CAS of this word succeeds. */
 static int owned_word(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, bool mine, uint64_t *w) {
     if (slot >= srl_table_used(a))
         return -ESTALE;
@@ -325,8 +323,7 @@ int srl_free(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce) {
 
 /* ------------------------------------------------------------------------------------------ ship and done */
 
-/* Readers before bits: ship() clears the bits before it stores the readers, so a mixed view is never
- * complete. */
+/* Readers before bits: ship() clears the bits before it stores the readers, so a mixed view is never complete. */
 bool srl_done_complete(const srl_block *b) {
     uint32_t readers = srl_load32_sc(&b->readers), have = 0;
     for (int i = 0; i < 4; i++)
@@ -356,8 +353,7 @@ static int ship_held(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, 
 }
 
 int srl_ship(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce, uint32_t readers, int64_t step) {
-    int rc =
-        srl_acquire(a, slot, gen, nonce); /* held, so that the fields cannot become another generation's */
+    int rc = srl_acquire(a, slot, gen, nonce); /* or the fields may become another generation's */
     if (rc)
         return rc;
     rc = ship_held(a, slot, gen, nonce, readers, step);
@@ -424,30 +420,4 @@ int64_t srl_discard(srl_arena *a, const char *prefix, uint32_t len) {
     for (uint64_t i = 0; i < srl_table_used(a); i++)
         n += discard_one(a, srl_at(a, (uint32_t)i), prefix, len);
     return n;
-}
-
-/* ------------------------------------------------------------------------------------------------- growth */
-
-int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns) {
-    int rc = srl_lock(a, deadline_ns);
-    if (rc)
-        return rc;
-    if (a->h->committed_pages == from &&
-        to <= a->max_pages) { /* else somebody else committed the same step */
-        srl_pages_add(a, from, to - from);
-        srl_store_relaxed(&a->h->committed_pages, to);
-        a->freed = true;
-    }
-    srl_unlock(a);
-    return 0;
-}
-
-int srl_commit_table(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns) {
-    int rc = srl_lock(a, deadline_ns);
-    if (rc)
-        return rc;
-    if (a->h->table_committed == from && to <= a->max_blocks)
-        srl_store_relaxed(&a->h->table_committed, to);
-    srl_unlock(a);
-    return 0;
 }

@@ -105,12 +105,11 @@ uint64_t srl_now_ns(int clock);
 
 /* events, arena_events.c: any thread, no lock, never waits */
 void srl_event_note(srl_arena *a, unsigned kind, uint32_t slot, uint32_t gen, uint64_t detail);
-unsigned srl_events_since(const srl_arena *a, uint64_t first,
-                          srl_event *out); /* out[SRL_EVENTS], oldest first */
+/* out[SRL_EVENTS], oldest first */
+unsigned srl_events_since(const srl_arena *a, uint64_t first, srl_event *out);
 bool srl_event_ending(const srl_arena *a, uint32_t slot, uint32_t gen, srl_event *out);
 
-/* the allocator's lock and the queue for space, arena_lock.c. deadline_ns: CLOCK_MONOTONIC, 0 = do not wait
- */
+/* the allocator's lock and the queue for space, arena_lock.c. deadline_ns: CLOCK_MONOTONIC, 0 = no wait */
 int srl_lock(srl_arena *a, uint64_t deadline_ns);
 void srl_unlock(srl_arena *a);
 void srl_drain_if_free(srl_arena *a); /* returns pending blocks if the lock is free; never waits */
@@ -124,11 +123,15 @@ void srl_space_wait(srl_arena *a, uint32_t seen, uint64_t timeout_ns);
 void srl_space_wake(srl_arena *a);
 
 /* spans, under the lock, arena_alloc.c */
+uint32_t srl_cell_nbytes(unsigned cls);
 uint64_t srl_span_nbytes(uint64_t total);
 int srl_span_take(srl_arena *a, uint32_t share, uint64_t span, uint64_t *offset);
 int srl_span_give(srl_arena *a, const srl_block *b, uint32_t last_writer);
-void srl_pages_add(srl_arena *a, uint64_t first, uint64_t count);
 int srl_rebuild(srl_arena *a);
+
+/* growth, arena_alloc.c: takes the lock; the caller has committed the bytes already */
+int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns);
+int srl_commit_table(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns);
 
 /* shares, under the lock, arena_share.c */
 const char *srl_source_of(const char *tag, uint32_t tag_len, uint32_t *len); /* NULL: the tag has none */
@@ -158,10 +161,6 @@ void srl_drain(srl_arena *a); /* under the lock: returns every pending block */
 bool srl_done_complete(const srl_block *b);
 void srl_pend(srl_arena *a, uint32_t slot);
 void srl_drop_spilled(srl_arena *a, const srl_block *b, uint64_t w);
-
-/* growth: the caller has committed the bytes already */
-int srl_commit_pages(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns);
-int srl_commit_table(srl_arena *a, uint64_t from, uint64_t to, uint64_t deadline_ns);
 
 /* recovery, arena_sweep.c */
 void srl_sweep(srl_arena *a, uint32_t process); /* the caller holds byte 256 + process */

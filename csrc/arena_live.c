@@ -79,9 +79,8 @@ static int claim_one(srl_arena *a, srl_live *live, unsigned p) {
     int mine = srl_live_try(live->fd, p, 1) == 1;
     if (mine) {
         a->self = p;
-        if (srl_load_sc(&a->processes[p].used))
-            srl_sweep(a,
-                      p); /* a dirty slot is swept before it is used, or its new tenant inherits dead bits */
+        if (srl_load_sc(&a->processes[p].used)) /* dirty: else its new tenant inherits dead bits */
+            srl_sweep(a, p);
         srl_store_sc(&a->processes[p].used, 1);
     }
     srl_live_let_go(live->fd, 256 + p);

@@ -21,8 +21,8 @@ typedef struct srl_live {
 
 int srl_live_try(int fd, unsigned byte, unsigned nbytes); /* 1 locked, 0 somebody else has it, -errno */
 void srl_live_let_go(int fd, unsigned byte);
-int srl_live_taken(int fd, unsigned byte,
-                   unsigned nbytes); /* 1 another description locks one of them, 0 none, -errno */
+/* 1 another description locks one of them, 0 none, -errno */
+int srl_live_taken(int fd, unsigned byte, unsigned nbytes);
 int srl_live_is_dead(void *live, unsigned process);
 void srl_live_init(srl_live *live, int fd, int spill);
 void srl_live_watch_forks(srl_live *live);

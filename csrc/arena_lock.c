@@ -19,9 +19,10 @@
 #define TICK_MAX_NS         4000000u
 #define STALE_TICKET_NS     200000000u
 
+/* Little endian, as x86-64 and aarch64 Linux are. */
 static uint32_t *low_half(uint64_t *word) {
     return (uint32_t *)word;
-} /* little endian, as x86-64 and aarch64 Linux are */
+}
 
 static void futex_wait(uint32_t *word, uint32_t seen, uint64_t timeout_ns) {
     struct timespec t = {.tv_sec = (time_t)(timeout_ns / 1000000000u),
@@ -124,8 +125,7 @@ static void release(srl_arena *a) {
         srl_space_wake(a);
 }
 
-/* A release that found the lock taken left its block pending after we drained: look once more after letting
- * go. */
+/* A release that found the lock taken left its block pending after we drained: look again after letting go. */
 void srl_unlock(srl_arena *a) {
     release(a);
     srl_drain_if_free(a);
@@ -141,8 +141,8 @@ void srl_drain_if_free(srl_arena *a) {
 void srl_queue_enter(srl_arena *a, bool borrows) {
     srl_process *me = a->processes + a->self;
     srl_add_sc(&a->h->waits, 1);
-    srl_add32_sc(&a->h->space_waiters,
-                 1); /* before the ticket, and after it in leave: a kill can only leave it too high */
+    /* before the ticket, and after it in leave: a kill can only leave it too high */
+    srl_add32_sc(&a->h->space_waiters, 1);
     uint64_t now = srl_now_ns(CLOCK_MONOTONIC);
     srl_store_relaxed(&me->stamp_ns, now);
     srl_store_relaxed(&me->queue_ns, now);

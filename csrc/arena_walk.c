@@ -327,7 +327,7 @@ static uint64_t free_cell_bytes(const srl_arena *a, report *r) {
         if (cells && cls >= SRL_CELL_CLASSES)
             FAULT(r, "page %lu: cells of class %u\n", p, cls);
         else if (cells)
-            total += SRL_PAGE - g->cells_used * (uint64_t)((256u << cls / 4) / 4 * (4 + cls % 4));
+            total += SRL_PAGE - (uint64_t)g->cells_used * srl_cell_nbytes(cls);
         p += cells || !g->length ? 1 : g->length;
     }
     return total;

@@ -106,8 +106,7 @@ uint64_t srl_plain_tail(uint64_t nbytes) {
                : srl_tail_at(nbytes) - nbytes + SRL_TAIL_HEADER + 4 * (uint64_t)crc_count(nbytes);
 }
 
-/* Fills a block without columns from `from` (NULL: it is filled) -> bytes of tail; its crc, or the payload's.
- */
+/* Fills a block without columns from `from` (NULL: it is filled) -> bytes of tail; its crc, or else the payload's. */
 uint32_t srl_fill(void *to, const void *from, uint64_t nbytes, bool hot, bool checksum, uint32_t *crc) {
     bool streaming = from && streams(nbytes, hot), blocks = checksum && nbytes > SRL_PAGE;
     char *tail = (char *)to + srl_tail_at(nbytes);

@@ -28,8 +28,8 @@ static bool have_hardware(void) {
 #define CRC8(crc, byte)  __crc32cb((uint32_t)(crc), byte)
 #define CRC64(crc, word) __crc32cd((uint32_t)(crc), word)
 static bool have_hardware(void) {
-    return getauxval(AT_HWCAP) & (1 << 7);
-} /* HWCAP_CRC32 */
+    return getauxval(AT_HWCAP) & (1 << 7); /* HWCAP_CRC32 */
+}
 #endif
 
 static uint32_t crc_table(uint32_t crc, const uint8_t *p, size_t n) {

@@ -2,6 +2,7 @@
 
 import os
 
+import hypothesis
 import pytest
 
 from shmrl.errors import ConfigError
@@ -10,6 +11,8 @@ from tests.support import leftovers, private
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 leftovers.mark_descendants()
 private.enter()
+hypothesis.settings.register_profile("facts", deadline=None)  # how long an example takes is no fact about it
+hypothesis.settings.load_profile("facts")
 
 
 @pytest.fixture(autouse=True)

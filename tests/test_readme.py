@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.runs import free_ports
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -18,7 +20,7 @@ def run(code, cwd=None):
 
 
 def test_the_arena_in_another_trainer():
-    echo, _, trainer, rank = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    echo, _, _, trainer, rank = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert "class Echo(Environment)" in echo
     assert run(trainer) == "(100, 4, 2) 99\n"
     assert run(rank) == "3192 0\n"
@@ -39,3 +41,23 @@ def test_an_environment_of_your_own(tmp_path):
 def test_a_program_that_a_model_wrote(box):
     _, program, *_ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert run("from shmrl.env.sandbox import use; use('bwrap')\n" + program) == "True 42 None\n"
+
+
+def test_hosting_sessions():
+    """The script hosts; the one-line check, in a process of its own, reaches it."""
+    text = README.read_text()
+    _, _, script, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    check = re.search(r'python -c "(import asyncio; from shmrl.env.*)"', text)[1]
+    port = str(free_ports(1))
+    environment = {**os.environ, "PYTHONPATH": str(README.parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script.replace("8000", port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    ) as host:
+        assert host.stdout.readline() == f"serving http://127.0.0.1:{port}, enter stops it\n"
+        assert run(check.replace("8000", port)).startswith(f"http://127.0.0.1:{port}: ok, ")
+        host.communicate("\n", timeout=20)
+    assert host.returncode == 0

@@ -13,7 +13,8 @@ import numpy as np
 
 from benches.peers.interface import Blob, Consumer, Peer, Producer, Setup
 from shmrl import Arena, Branch, encode
-from shmrl.payload.forms import routed_experts
+from shmrl.payload import Routing
+from shmrl.payload.forms import engine_rows
 
 TAG = "bench/source/group/episode"
 LAYERS, TOP_K, EXPERTS = 48, 8, 256
@@ -71,11 +72,14 @@ class EncodeProducer(ArenaProducer):
         began = time.perf_counter()
         answer = self._answer(data)
         self.own_work_s += time.perf_counter() - began
-        rows, _ = routed_experts(answer, layers=LAYERS, top_k=TOP_K)
+        rows, _ = engine_rows(answer, layers=LAYERS, top_k=TOP_K)
+        routing = Routing(EXPERTS, range(LAYERS))
+        routing.add(rows, start=0)
         tokens = np.zeros(len(rows) + 1, np.int32)
         loss = np.zeros(len(tokens), np.bool_)
         loss[1:] = True
-        branch = Branch(tokens, loss, np.zeros(len(tokens), np.float32), routing=rows, num_experts=EXPERTS)
+        stitched = routing.stitch(len(tokens))
+        branch = Branch(tokens, loss, np.zeros(len(tokens), np.float32), routing=stitched, num_experts=EXPERTS)
         return self.address, encode(self.arena, branch, tag=TAG).handles[0]
 
     def _answer(self, data: Blob) -> str:

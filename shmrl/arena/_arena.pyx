@@ -6,6 +6,9 @@ unmaps with the last of them. And everything that touches the private hold count
 only copies, checksums, waits and sweeps release it. Cold paths (files, growth, messages) are in arena.py, which
 subclasses `Core`.
 
+Views and blocks are in one extension with `Core`: they call each other for every block, and a second one would have the
+C core's own state twice, the list of attachments that a fork closes (arena_live.c) above all.
+
 Methods are plain method descriptors (binding=False): under the limited API a call of Cython's own function type builds
 two tuples, and `get` is called per block and step.
 """
@@ -576,7 +579,7 @@ cdef class Core:
 
     # -------------------------------------------------------------------------------------------------------- writing
 
-    def reserve(self, nbytes, tag="", timeout_s=30.0, on_full="block", hot=False):
+    def reserve(self, nbytes, str tag not None="", timeout_s=30.0, on_full="block", hot=False):
         """A block of `nbytes` to fill in place -> Block (use it with `with`; leaving without seal() frees it).
 
         tag: "run/source/group/episode", at most 112 bytes. on_full: "block" waits up to timeout_s (None = for ever) for
@@ -711,7 +714,7 @@ cdef class Core:
         cdef srl_process *p = self.a.processes + <uint32_t> owner
         raise PeerStalled(text_of(p.name, sizeof(p.name)), p.pid, held_s, self._is_stopped(p.pid))
 
-    def put(self, data, tag="", on_full="block", timeout_s=30.0, hot=False, checksum=True):
+    def put(self, data, str tag not None="", on_full="block", timeout_s=30.0, hot=False, checksum=True):
         """Copies any C-contiguous buffer or array in -> Handle. reserve()'s arguments; shape and dtype are not kept.
 
         Copies of 256 KiB and more bypass the caches unless `hot` says that the reader is next.
@@ -886,7 +889,7 @@ cdef class Core:
             self._refuse(bad, first)
         return n
 
-    def discard(self, tag_prefix):
+    def discard(self, str tag_prefix not None):
         """Retires every block under a tag prefix (path components), whoever owns it -> how many.
 
         Unsealed ones are freed by their seal(), which raises AlreadyFreed; blocks reserved later are not covered.

@@ -1,4 +1,4 @@
-"""`Arena`: files, growth, statistics and messages, around the hot half in the binding (`_arena.Core`).
+"""`Arena`: files, growth and statistics, around the hot half in the binding (`_arena.Core`).
 
 The launcher, or the node server of a node, creates; everybody attaches. Each process of a run has one, for life.
 """
@@ -26,13 +26,12 @@ from shmrl.arena.placement import Pages
 from shmrl.arena.waiting import Waiting
 from shmrl.errors import ArenaError, StaleHandle
 from shmrl.types import Handle
-from shmrl.units import PAGE, parse_bytes, parse_shares
+from shmrl.units import PAGE, parse_shares
 
 log = logging.getLogger(__name__)
 
 STEP = 64 << 20
 REFUSAL_HOLDS_S = 1.0  # after a refused step the limits are read again this much later
-MAX_CAPACITY = 1 << 47
 
 
 class Arena(Core):
@@ -77,10 +76,7 @@ class Arena(Core):
         when it is freed.
         ArenaFull when mount, memory, a cgroup or an rlimit has less now; ValueError.
         """
-        asked = parse_bytes(capacity)
-        nbytes = -(-asked // PAGE) * PAGE
-        if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
-            raise ValueError(f"capacity={asked} (1 to 2^47 bytes), max_processes={max_processes} (1 to 256)")
+        nbytes = opening.capacity_nbytes(capacity, max_processes)
         ttl_ns = opening.ttl_ns(orphan_ttl_s)
         guaranteed = parse_shares(shares or {}, nbytes)
         for dead in names.listed(base):
@@ -88,9 +84,8 @@ class Arena(Core):
         mount = names.new(backing, base).mount
         opening.require(mount, nbytes)
         pages = Pages.chosen(huge_pages, numa, mount)
-        where, live = names.claimed(backing, base)
-        run_id = run_id or where.key[-32:-24]
-        arena = opening.made(cls, where, live, nbytes, run_id, max_processes, ttl_ns, pages, spill_dir, guaranteed)
+        wanted = opening.Wanted(nbytes, run_id, max_processes, ttl_ns, pages, spill_dir, guaranteed)
+        arena = opening.made(cls, *names.claimed(backing, base), wanted)
         if preallocate:
             arena._preallocate()
         return arena

@@ -67,7 +67,7 @@ def human(nbytes: int) -> str:
 
 def limits(mount: Path | None) -> list[Limit]:
     """Every bound on shared memory, with what is free now. mount: where its files are, None for memfds (no mount)."""
-    out = [] if mount is None else [mount_of(mount)]
+    out = [] if mount is None else [mount_limit(mount)]
     info = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
     total, free = int(info["MemTotal"]) << 10, int(info["MemAvailable"]) << 10
     out.append(Limit("memory (MemAvailable)", total, free, "make the arena smaller, or free memory on this machine"))
@@ -146,7 +146,7 @@ def _rlimit_refusals(name: str, nbytes: int) -> list[str]:
     return [limit.refusal(nbytes)] if limit is not None and nbytes > limit.free else []
 
 
-def mount_of(directory: Path) -> Limit:
+def mount_limit(directory: Path) -> Limit:
     """The file system under a directory. OSError."""
     if not directory.is_dir():
         return Limit(str(directory), 0, 0, "make that directory")

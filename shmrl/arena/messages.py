@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shmrl.arena import shares, table
-from shmrl.arena.memory import human, mount_of
+from shmrl.arena.memory import human, mount_limit
 from shmrl.errors import ArenaError, ArenaFull
 
 if TYPE_CHECKING:
@@ -92,6 +92,6 @@ def _spill_room(arena: Arena, stats: dict[str, int], could_spill: bool) -> str:
     told = f"{human(stats['spilled_bytes'])} in {stats['spilled']} spilled blocks"
     told += ' (on_full="spill" would put this one there)' if could_spill else ""
     try:
-        return f"; the spill directory {mount_of(Path(path))}, {told}"
+        return f"; the spill directory {mount_limit(Path(path))}, {told}"
     except OSError as error:
         return f"; the spill directory {path} cannot be read ({error.strerror}), {told}"

@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,16 +19,43 @@ from shmrl.arena._ctl import ctl_nbytes, format_ctl, spill_dir_of
 from shmrl.arena.files import Files
 from shmrl.arena.placement import Pages
 from shmrl.errors import ArenaCorrupt, ArenaError, ArenaFull, ForeignArena
-from shmrl.units import PAGE
+from shmrl.units import PAGE, parse_bytes
 
 if TYPE_CHECKING:
     from shmrl.arena.arena import Arena
 
 log = logging.getLogger(__name__)
 
+MAX_CAPACITY = 1 << 47
 FIRST_STEP = 256 << 20
 TABLE_STEP = 16384  # descriptors: 4 MiB
 _TITLE = b"shmrl:"  # what setproctitle puts before a role's name
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An arena that create() was asked for, in numbers.
+
+    nbytes: its capacity. run_id: None is the first 32 bits of its id. ttl_ns: of orphans, 0 = they live on. shares:
+    bytes by source.
+    """
+
+    nbytes: int
+    run_id: str | None
+    max_processes: int
+    ttl_ns: int
+    pages: Pages
+    spill_dir: str | None
+    shares: dict[str, int]
+
+
+def capacity_nbytes(capacity: int | str, max_processes: int) -> int:
+    """Whole pages. ValueError."""
+    asked = parse_bytes(capacity)
+    nbytes = -(-asked // PAGE) * PAGE
+    if not PAGE <= nbytes <= MAX_CAPACITY or not 1 <= max_processes <= 256:
+        raise ValueError(f"capacity={asked} (1 to 2^47 bytes), max_processes={max_processes} (1 to 256)")
+    return nbytes
 
 
 def ttl_ns(orphan_ttl_s: float | None) -> int:
@@ -49,26 +77,15 @@ def _require_address_space(where: Files, ctl: int, data: int) -> None:
         raise ArenaError(f"{where.address} cannot be attached: " + "; ".join(short))
 
 
-def made(
-    cls: type[Arena],
-    where: Files,
-    live: int,
-    nbytes: int,
-    run_id: str,
-    max_processes: int,
-    ttl_ns: int,
-    pages: Pages,
-    spill_dir: str | None,
-    guaranteed: dict[str, int],
-) -> Arena:
+def made(cls: type[Arena], where: Files, live: int, wanted: Wanted) -> Arena:
     """Files, header, first commitments; on any failure nothing is left."""
     fds = [live]
     try:
         fds.append(where.create("ctl"))
-        spilled = None if spill_dir is None else spill.path_of(spill_dir, where.key[-32:])
-        _format(where, fds[1], nbytes, run_id, max_processes, ttl_ns, pages.huge, spilled, guaranteed)
+        spilled = None if wanted.spill_dir is None else spill.path_of(wanted.spill_dir, where.key[-32:])
+        _format(where, fds[1], wanted, spilled)
         fds.append(where.create("data"))
-        where.size(fds[2], nbytes)
+        where.size(fds[2], wanted.nbytes)
         fds.append(_spill_made(spilled))
         arena = cls(where, (fds[0], fds[1], fds[2], fds[3]), reader=None)
     except BaseException:
@@ -77,9 +94,9 @@ def made(
             os.close(fd)
         raise
     try:
-        pages.place(*arena._data_at())
-        first = _first_commitments(arena, where, nbytes)
-        pages.make_huge(arena._data_at()[0], first)
+        wanted.pages.place(*arena._data_at())
+        first = _first_commitments(arena, where, wanted.nbytes)
+        wanted.pages.make_huge(arena._data_at()[0], first)
     except BaseException:
         arena.close()
         where.unlink()
@@ -94,27 +111,27 @@ def _spill_made(path: Path | None) -> int:
     return spill.made(path)
 
 
-def _format(
-    where: Files,
-    ctl: int,
-    nbytes: int,
-    run_id: str,
-    max_processes: int,
-    ttl_ns: int,
-    huge: bool,
-    spilled: Path | None,
-    guaranteed: dict[str, int],
-) -> None:
-    size, fixed = ctl_nbytes(nbytes)
+def _format(where: Files, ctl: int, wanted: Wanted, spilled: Path | None) -> None:
+    size, fixed = ctl_nbytes(wanted.nbytes)
     where.size(ctl, size)
     os.posix_fallocate(ctl, 0, fixed)
     node, boot = names.node_of(where.directory)
-    ident = bytes.fromhex(where.key[-32:])
-    step = min(TABLE_STEP, max(1024, nbytes // 4096))
+    ident = where.key[-32:]
     with mmap.mmap(ctl, mmap.PAGESIZE) as header:
-        directory = b"" if spilled is None else os.fsencode(spilled)
-        name = run_id.encode()
-        format_ctl(header, nbytes, ident, node, boot, max_processes, step, huge, ttl_ns, name, directory, guaranteed)
+        format_ctl(
+            header,
+            wanted.nbytes,
+            ident=bytes.fromhex(ident),
+            node=node,
+            boot=boot,
+            max_processes=wanted.max_processes,
+            table_step=min(TABLE_STEP, max(1024, wanted.nbytes // 4096)),
+            huge=wanted.pages.huge,
+            orphan_ttl_ns=wanted.ttl_ns,
+            run_id=(wanted.run_id or ident[:8]).encode(),
+            spill_dir=b"" if spilled is None else os.fsencode(spilled),
+            shares=wanted.shares,
+        )
 
 
 def _first_commitments(arena: Arena, where: Files, nbytes: int) -> int:

@@ -94,7 +94,7 @@ def load_env_server(files: Sequence[Path], flags: Mapping[str, str] | None = Non
     """The validated env server; same errors as `load_run`."""
     tree, origin = read_layers(files, flags)
     serve = tree.setdefault("serve", {})
-    if isinstance(serve, dict):
+    if isinstance(serve, dict) and not serve.get("protocols"):
         serve.setdefault("address", "tcp://127.0.0.1:5000")
     return _validate(EnvServerConfig, tree, origin)
 
@@ -103,7 +103,10 @@ def env_server_from(tree: RunTree, index: int) -> EnvServerConfig:
     """The env server's own file for source `index` of a run: what the launcher writes to configs/envs/."""
     split, source = tree.sources[index]
     serve = source.serve.model_copy(update={"address": tree.env_address(index)})
-    return EnvServerConfig(name=source.name, split=split, env=source.env, serve=serve, arena=tree.arena, log=tree.log)
+    env = source.env
+    if env.urls:
+        env = env.model_copy(update={"args": {**env.args, "sessions": list(tree.remote_sessions(env.urls))}})
+    return EnvServerConfig(name=source.name, split=split, env=env, serve=serve, arena=tree.arena, log=tree.log)
 
 
 def _validate(model: type[T], tree: dict[str, Any], origin: dict[str, str]) -> T:

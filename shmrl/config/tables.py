@@ -26,15 +26,21 @@ FETCHED = "fetched"  # the source of copies of other nodes' blocks, in their tag
 SPILL_AFTER_S = 0.5  # arena.timeout_s where writers may spill
 
 
-def _reachable(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    if host in ("0.0.0.0", "[::]", "*") or int(port) > 65535:
+def _port(address: str) -> str:
+    if int(address.rpartition(":")[2]) > 65535:
+        raise ValueError("a host that others can reach it by, and a port")
+    return address
+
+
+def reachable(address: str) -> str:
+    """The address; ValueError for a wildcard, which nobody can connect to."""
+    if address.rpartition(":")[0] in ("0.0.0.0", "[::]", "*"):
         raise ValueError("a host that others can reach it by, and a port")
     return address
 
 
 HostPort = Annotated[
-    str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}$"), AfterValidator(_reachable)
+    str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}$"), AfterValidator(_port)
 ]  # port 0: a free one
 
 
@@ -200,7 +206,7 @@ class NodeConfig(Table):
     certificate, key: files (PEM) that make it an https server. ca: the file that other nodes' servers are checked by.
     """
 
-    address: HostPort | None = None
+    address: Annotated[HostPort, AfterValidator(reachable)] | None = None
     certificate: Path | None = None
     key: Path | None = None
     ca: Path | None = None
@@ -245,7 +251,9 @@ class Inference(Table):
 
     With backend = "vllm", `python` is the interpreter that has vLLM (default: this one), and every key of
     `[inference.vllm]` becomes an argument of its server: `tensor_parallel_size = 2` is `--tensor-parallel-size 2`.
-    colocate: engine and trainer share GPUs: the engine sleeps while a step is trained.
+    colocate: engine and trainer share GPUs: the engine sleeps while a step is trained. weight_transfer: "files": vLLM
+    reads what the trainer publishes, through shared memory on one host, else `run.output_dir`; "broadcast": rank 0
+    sends it to every vLLM, by NCCL between GPUs, else gloo, and no file system is shared.
     """
 
     backend: Literal["embedded", "vllm"] = "embedded"
@@ -261,6 +269,7 @@ class Inference(Table):
     max_logprobs: Positive = 64
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     update_mode: Literal["wait", "keep", "abort"] = "keep"
+    weight_transfer: Literal["files", "broadcast"] = "files"
     colocate: bool = False
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
 
@@ -269,6 +278,8 @@ class Inference(Table):
         given = [key for key, value in (("python", self.python), ("[inference.vllm]", self.vllm)) if value]
         if self.backend != "vllm" and (given or self.colocate):
             raise ValueError(f"{', '.join([*given, *['colocate'] * self.colocate])}: only with backend = 'vllm'")
+        if self.weight_transfer == "broadcast" and (self.backend != "vllm" or self.colocate):
+            raise ValueError("weight_transfer = 'broadcast': only with backend = 'vllm', and without colocate")
         if given and self.urls:
             raise ValueError(f"{' and '.join(given)} are for an engine started here, and urls names others")
         for key in (key.replace("-", "_") for key in self.vllm):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,7 +36,9 @@ from shmrl.config.tables import (
     Run,
     Table,
     Trainer,
+    Url,
     Warmup,
+    reachable,
 )
 
 
@@ -65,12 +68,48 @@ class Sampling(Table):
         return self
 
 
+REMOTE = "openenv:"
+
+
+def remote_urls(env_id: str) -> list[str]:
+    """The URLs of an env id that is remote; else an empty list. Example: "openenv:http://a:8000,http://b:8000" """
+    urls = env_id.removeprefix(REMOTE).split(",") if env_id.startswith(REMOTE) else []
+    return urls if all(re.match(r"https?://[^\s/]", url) for url in urls) else []
+
+
 class EnvSpec(Table):
-    """`env`: which environment, by bundled name or `module:attribute`, and its own arguments."""
+    """`env`: which environment, by bundled name, `module:attribute` or `openenv:<url>[,<url>...]`, and its arguments.
+
+    url: one server's address or several's, a short way to write `id = "openenv:..."`. What comes from elsewhere needs
+    max_turns: nobody here knows when it would end.
+    """
 
     id: str
+    url: Url | list[Url] | None = None
     args: dict[str, Any] = Field(default_factory=dict)
     max_turns: Positive | None = None
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the servers that someone else runs; empty for an environment of this machine."""
+        return remote_urls(self.id)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_url(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not given.get("url"):
+            return given
+        urls = [given["url"]] if isinstance(given["url"], str) else given["url"]
+        named = REMOTE + ",".join(map(str, urls))
+        if given.get("id", named) != named:
+            raise ValueError(f"id = {given['id']!r} and url: give one of them")
+        return {**given, "id": named}
+
+    @model_validator(mode="after")
+    def _turns(self) -> EnvSpec:
+        if self.urls and self.max_turns is None:
+            raise ValueError(f"max_turns is required for {self.id}: the environment is someone else's")
+        return self
 
 
 class StaticPool(Table):
@@ -83,7 +122,10 @@ class StaticPool(Table):
 class ServeConfig(Table):
     """`[serve]`: how one environment is hosted. A source's address is derived unless it is given.
 
-    http: "host:port" where a server with an arena of its own serves the arena's blocks to clients on other hosts.
+    http: "host:port". With protocols = ["openenv"] sessions are served there, beside the native protocol or, in an env
+    server's own file without an address, instead of it; without protocols the blocks of a server with an arena of its
+    own, to clients on other hosts. max_concurrent_envs, idle_timeout_s (0: none), token: of sessions;
+    request_timeout_s bounds each of their messages.
     sandbox: where the environment runs what a model wrote; environments that do refuse to load without one.
     """
 
@@ -94,6 +136,23 @@ class ServeConfig(Table):
     request_timeout_s: Annotated[float, Field(ge=0)] = 300.0
     restart_budget: Count = 5
     sandbox: Literal["bwrap"] | None = None
+    protocols: list[Literal["openenv"]] = Field(default_factory=list)
+    max_concurrent_envs: Positive = 64
+    idle_timeout_s: Annotated[float, Field(ge=0)] = 900.0
+    token: Annotated[str, Field(pattern=r"^[A-Za-z0-9._~-]{8,}$")] | None = None
+
+    @property
+    def serves_blocks(self) -> bool:
+        """Whether `http` is for blocks of the server's own arena."""
+        return self.http is not None and not self.protocols
+
+    @model_validator(mode="after")
+    def _served(self) -> ServeConfig:
+        if self.http is not None and not self.protocols:
+            reachable(self.http)
+        if self.protocols and self.http is None:
+            raise ValueError(f'protocols = {self.protocols} need http = "host:port"')
+        return self
 
 
 class Source(Table):
@@ -233,6 +292,11 @@ class RunTree(Table):
         given = self.sources[index][1].serve.address
         return given or f"tcp://127.0.0.1:{self.orchestrator.env_server_base_port + index}"
 
+    def remote_sessions(self, urls: list[str]) -> tuple[int, int]:
+        """(sessions for training, sessions for evaluation) that this run opens at most on these servers together."""
+        on = [split for split, source in self.sources if set(source.env.urls) & set(urls)]
+        return self.orchestrator.inflight if "train" in on else 0, on.count("eval")
+
     def absolute(self) -> RunTree:
         """The same run with absolute paths, so that its resolved files mean the same in every directory."""
         run = self.run.model_copy(update={"output_dir": self.run.output_dir.resolve()})
@@ -271,12 +335,13 @@ class RunTree(Table):
 
     @property
     def shared_weights(self) -> Path | None:
-        """Directory in shared memory through which ranks hand weights to a vLLM on this host; else None.
+        """Directory in shared memory where ranks publish weights for a vLLM on this host, or for rank 0 to broadcast.
 
-        Files there are mapped by the engine's workers: no disk, no copy through a socket.
+        Else None. Files there are mapped by who reads them: no disk, no copy through a socket.
         """
         hosts = {urlsplit(url).hostname for url in self.inference.urls}
-        if self.inference.backend != "vllm" or not hosts <= {"127.0.0.1", "::1", "localhost"}:
+        here = hosts <= {"127.0.0.1", "::1", "localhost"} or self.inference.weight_transfer == "broadcast"
+        if self.inference.backend != "vllm" or not here:
             return None
         return Path("/dev/shm") / f"shmrl-weights-{os.getuid()}-{self.socket_dir.name}"
 
@@ -323,7 +388,7 @@ class RunTree(Table):
             tag = f"{self.run.name}/{name}/0000-e00000000.0000000/0000"
             if len(tag) > LONGEST_TAG:
                 problems.append(f"run.name and source name are too long together: {tag!r} exceeds {LONGEST_TAG} bytes")
-        for name in (source.name for _, source in self.sources if source.serve.http is not None):
+        for name in (source.name for _, source in self.sources if source.serve.serves_blocks):
             problems.append(f"{name}'s serve.http is for a server started by hand: a run's servers share its arena")
         names = [source.name for _, source in self.sources]
         for name in self.arena.shares:
@@ -331,6 +396,11 @@ class RunTree(Table):
                 close = difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"sources are {', '.join(names)}"
                 problems.append(f"arena.shares.{name}: no source has this name; {hint}")
+        for source in (source for _, source in self.sources if source.env.urls and source.serve.pool.workers > 1):
+            problems.append(
+                f"source {source.name!r} is remote: serve.pool.workers = {source.serve.pool.workers}, but one worker "
+                "counts its sessions, and only waits for them"
+            )
         spawned = [source.serve.pool.workers + 1 for _, source in self.sources if source.serve.address is None]
         # launcher, orchestrator and node server
         processes = sum(spawned) + self.trainer.ranks + 2 + (self.node.address is not None)
@@ -382,6 +452,6 @@ class EnvServerConfig(Table):
 
     @model_validator(mode="after")
     def _http(self) -> EnvServerConfig:
-        if self.serve.http is not None and self.arena.address is not None:
+        if self.serve.serves_blocks and self.arena.address is not None:
             raise ValueError("serve.http belongs to a server with an arena of its own, without arena.address")
         return self

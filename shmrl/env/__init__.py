@@ -1,8 +1,8 @@
 """Env servers: one environment behind one address, its worker processes, and the client the orchestrator uses.
 
 `interface` is what authors write against, `model` what they talk to; `server` and `pool` run in the env-server process,
-`worker` in its children, `client` in the orchestrator. Names are resolved on first use: a worker needs no sockets, the
-orchestrator no tokenizer.
+`worker` in its children, `client` in the orchestrator; `sessions/` is for OpenEnv's clients and servers. Names are
+resolved on first use: a worker needs no sockets, the orchestrator no tokenizer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _WHERE = {
     "EnvServer": "shmrl.env.server",
     "EnvClient": "shmrl.env.client",
     "serve_sidecar": "shmrl.env.sidecar",
+    "RemoteEnv": "shmrl.env.sessions.remote",
+    "resolve_env": "shmrl.env.sessions.hosting",
 }
 
 __all__ = list(_WHERE)

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from shmrl.errors import EnvError
 from shmrl.types import Task
 
 if TYPE_CHECKING:
@@ -69,26 +73,84 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a session answers to an action. Example: Step("higher", reward=0.0, done=False)"""
+    """What a session answers to an action, and to a reset. Example: Step("higher", reward=0.0, done=False)
 
-    observation: str
-    reward: float = 0.0
+    Attributes:
+        observation: a text, or a map that clients of the session get as it is.
+        reward: of this step alone; None where there is none.
+        done: nothing follows; `truncated` says that it ended for want of time or turns.
+        info: facts beside the observation.
+    """
+
+    observation: str | Mapping[str, Any]
+    reward: float | None = 0.0
     done: bool = False
+    truncated: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, answer: Any) -> Step:
+        """The Step of whatever an environment's `step` gives back; EnvError for what is none.
+
+        A Step, Gymnasium's tuple of five (or of four, without truncated), or an OpenEnv observation: an object with
+        `reward`, `done` and `model_dump()`.
+        """
+        if isinstance(answer, Step):
+            return answer
+        if isinstance(answer, tuple) and len(answer) == 5:
+            observation, reward, terminated, truncated, info = answer
+            return cls(_observation(observation), _reward(reward), bool(terminated or truncated), bool(truncated), info)
+        if isinstance(answer, tuple) and len(answer) == 4:
+            observation, reward, done, info = answer
+            return cls(_observation(observation), _reward(reward), bool(done), info=info)
+        if hasattr(answer, "model_dump"):
+            fields = answer.model_dump()
+            reward, done, info = fields.pop("reward", None), fields.pop("done", False), fields.pop("metadata", {})
+            return cls(fields, _reward(reward), bool(done), info=info)
+        raise EnvError(f"step returned a {type(answer).__name__}, not a Step or (observation, reward, ..., info)")
+
+    @classmethod
+    def first(cls, answer: Any) -> Step:
+        """The Step of what `reset` gives back: an observation, (observation, info), or an OpenEnv observation."""
+        if isinstance(answer, Step) or hasattr(answer, "model_dump"):
+            return cls.of(answer)
+        observation, info = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
+        return cls(_observation(observation), None, info=info)
+
+    @property
+    def text(self) -> str:
+        """The observation as a message to a model: of a map its `prompt`, else all of it as JSON."""
+        if isinstance(self.observation, str):
+            return self.observation
+        prompt = self.observation.get("prompt")
+        return prompt if isinstance(prompt, str) else json.dumps(self.observation, default=str)
+
+
+def _observation(value: Any) -> str | Mapping[str, Any]:
+    if isinstance(value, (str, Mapping)):
+        return value
+    raise EnvError(f"an observation is a text or a map, not a {type(value).__name__}")
+
+
+def _reward(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 class SessionEnvironment:
     """Base of session environments: one instance per session, plain blocking methods.
 
     `reset` returns at once; `step` may take its time. Optional: `tasks(split)`, by default seeds without end;
-    `demonstrate(task, messages)`; `close()`, called when the session is over.
+    `demonstrate(task, messages)`; `close()`, called when the session is over. Served over WebSocket, a session may also
+    have the attributes `tools`, `dataset_size` and `rubric_components`, which its state tells, and the parameters
+    `row_index` and `evaluation` of `reset`.
     """
 
-    def reset(self, seed: int, **data: Any) -> str:
+    def reset(self, seed: int, **data: Any) -> Any:
         """Begin a session; `data` is the task's own. Returns the first observation, which is the first user message."""
         raise NotImplementedError(f"{type(self).__name__} has no reset()")
 
-    def step(self, action: str) -> Step:
-        """The effect of one reply of the model."""
+    def step(self, action: str) -> Any:
+        """The effect of one reply of the model: a Step, or what `Step.of` takes for one."""
         raise NotImplementedError(f"{type(self).__name__} has no step()")
 
 
@@ -118,32 +180,44 @@ class SessionRollout(Environment):
     async def rollout(self, task: Task, model: Model) -> Episode:
         session = self.make()
         try:
-            return await self._drive(session, task, model)
+            first = Step.first(session.reset(task.seed, **task.data))
+            return await converse(first, partial(self._step, session, action_model(session)), model)
         finally:
             if hasattr(session, "close"):
                 session.close()
 
-    async def _drive(self, session: Any, task: Task, model: Model) -> Episode:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": session.reset(task.seed, **task.data)}]
-        total = 0.0
-        while not model.exhausted:
-            reply = (await model.chat.completions.create(messages=messages)).choices[0].message
-            step = await self._step(session, reply["content"])
-            total += step.reward
-            messages += [reply, {"role": "user", "content": step.observation}]
-            if step.done:
-                return Episode(total, {"steps": total}, {"turns": float(model.turns)}, "done", messages)
-        return Episode(total, {"steps": total}, {"turns": float(model.turns)}, model.limit, messages)
-
-    async def _step(self, session: Any, action: str) -> Step:
+    async def _step(self, session: Any, action: Any, reply: str) -> Step:
         """In a thread; a cancelled episode waits for it, so that no session is closed while it steps."""
-        stepping = asyncio.get_running_loop().run_in_executor(self._steps, session.step, action)
+        taken = reply if action is None else action.model_validate({"message": reply})
+        stepping = asyncio.get_running_loop().run_in_executor(self._steps, session.step, taken)
         try:
-            return await asyncio.shield(stepping)
+            return Step.of(await asyncio.shield(stepping))
         except asyncio.CancelledError:
             await asyncio.wait([stepping])
             stepping.exception()  # its failure was asked for
             raise
+
+
+def action_model(session: Any) -> Any:
+    """The class that `step` names for its action, as OpenEnv environments do (a pydantic model); None for texts."""
+    try:
+        named = inspect.get_annotations(session.step, eval_str=True)
+    except (NameError, TypeError):
+        return None
+    return next((kind for name, kind in named.items() if name != "return" and hasattr(kind, "model_validate")), None)
+
+
+async def converse(first: Step, step: Callable[[str], Awaitable[Step]], model: Model) -> Episode:
+    """An episode of a session: observations are the user's messages, replies the actions; the rewards are summed."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": first.text}]
+    total, done = 0.0, False
+    while not (done or model.exhausted):
+        reply = (await model.chat.completions.create(messages=messages)).choices[0].message
+        answer = await step(reply["content"])
+        total, done = total + (answer.reward or 0.0), answer.done
+        messages += [reply, {"role": "user", "content": answer.text}]
+    stop = "done" if done else model.limit
+    return Episode(total, {"steps": total}, {"turns": float(model.turns)}, stop, messages)
 
 
 # ------------------------------------------------------------------------------------------------------- task sets

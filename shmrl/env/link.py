@@ -5,6 +5,8 @@ No name in the file system, and its end is the death signal for both sides. A fr
 
     server -> worker   start (0, settings), run_rollout / run_group / tasks (number, request), cancel (number, b"")
     worker -> server   ready (0, facts), fatal (0, {traceback}), beat (0, facts), reply or failed (number, reply)
+
+Session processes (`sessions/`) speak over it too, with kinds of their own and through `BlockingLink`.
 """
 
 from __future__ import annotations
@@ -65,3 +67,28 @@ class Link:
             await self._writer.wait_closed()
         except ConnectionError:
             return
+
+
+class BlockingLink:
+    """One end in a process without an event loop; the same frames."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._file = end.makefile("rb")
+
+    def send(self, number: int, kind: str, payload: bytes) -> None:
+        """Write one frame. BrokenPipeError when the peer is gone."""
+        frame = pack([number, kind, payload])
+        self._end.sendall(_LENGTH.pack(len(frame)) + frame)
+
+    def receive(self) -> tuple[int, str, bytes] | None:
+        """The next frame, or None when the peer is gone."""
+        head = self._file.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        frame = self._file.read(length)
+        if len(frame) < length:
+            return None
+        number, kind, payload = unpack(frame)
+        return number, kind, payload

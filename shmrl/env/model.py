@@ -51,6 +51,7 @@ class ModelSpec:
         fields: what to capture: routing, head, mask. head: width of the captured top-k. max_model_len: tokens.
         logprobs_mode: what the engine returns: "processed" (after temperature and truncation) or "raw".
         derive_masks: the engine returns no sampling masks; they are read off its log-probabilities.
+        timeout_s: deadline of one request to the engine, retries included.
     """
 
     urls: tuple[str, ...]
@@ -64,6 +65,7 @@ class ModelSpec:
     max_model_len: int = 1024
     logprobs_mode: str = "processed"
     derive_masks: bool = False
+    timeout_s: float = 600.0
 
     @classmethod
     def from_wire(cls, raw: Any) -> ModelSpec:

@@ -2,8 +2,8 @@
 
 A ROUTER socket takes requests (`protocol.py`) of any number of clients, each of which says hello with the run's token
 first. Request payloads are decoded once, to check them and to know their tag; replies pass through as bytes. Without
-`arena.address` in its configuration the server makes an arena of its own and removes it at the end; with `serve.http`
-clients on other hosts fetch its blocks there.
+`arena.address` in its configuration the server makes an arena of its own and removes it at the end. `serve.http` serves
+sessions beside (`sessions/`), where `serve.protocols` names them, and else the blocks of an own arena to other hosts.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shmrl.env.link import MAX_FRAME
 from shmrl.env.pool import Pool, Request
 from shmrl.env.protocol import FIELDS, check_tag, error_reply, expect, notice_silence, parse_request
 from shmrl.env.sandbox import Sandbox
+from shmrl.env.sessions.server import SessionServer
 from shmrl.errors import ConfigError, ProtocolError, RunError, ServerDied
 from shmrl.node.host import create_arena, read_token
 from shmrl.node.ports import port_in_use
@@ -66,6 +67,7 @@ class EnvServer:
         self.config = (config or EnvServerConfig(env=spec, serve=ServeConfig())).model_copy(update={"env": spec})
         self.address = address
         self.bound = asyncio.Event()
+        self.sessions = SessionServer(self.config) if self.config.serve.protocols else None
         self._stop = asyncio.Event()
         self._stopped = asyncio.Event()
         self._clients: set[bytes] = set()
@@ -144,7 +146,7 @@ class EnvServer:
 
     def _open_node(self, arena: Arena) -> NodeServer | None:
         where = self.config.serve.http
-        if where is None:
+        if where is None or not self.config.serve.serves_blocks:
             return None
         if self._token is None:
             raise ConfigError("serve.http needs a token: set arena.token_file or SHMRL_TOKEN")
@@ -167,17 +169,21 @@ class EnvServer:
         receiving = asyncio.create_task(self._receive())
         beating = asyncio.create_task(self._beat())
         stopping = asyncio.create_task(self._stop.wait())
+        sessions = stopping if self.sessions is None else asyncio.create_task(self.sessions.run())
         try:
-            await _first(stopping, self._pool.failed, receiving)
+            await _first(stopping, self._pool.failed, receiving, sessions)
         finally:
-            stopping.cancel()
+            self._stop.set()
+            if self.sessions is not None:
+                self.sessions.stop()
             beating.cancel()
             await self._pool.close()
+            await asyncio.wait([sessions])
             while self._handlers:  # their replies are there; they only have to be handed to the socket
                 await asyncio.wait(self._handlers)
             receiving.cancel()
             await asyncio.gather(stopping, beating, receiving, return_exceptions=True)
-        for ended in (self._pool.failed, receiving):
+        for ended in (self._pool.failed, receiving, sessions):
             if ended.done() and not ended.cancelled():
                 ended.result()
 
@@ -360,8 +366,11 @@ async def _first(*awaited: asyncio.Future[Any]) -> None:
 
 async def serve(config: EnvServerConfig) -> int:
     """Run a configured server until SIGTERM, SIGINT or the end of the death pipe; the number of the signal, or 0."""
-    assert config.serve.address is not None
-    server = EnvServer(config.env.id, config.env.args, config.serve.address, config=config)
+    server: EnvServer | SessionServer
+    if config.serve.address is None:
+        server = SessionServer(config)
+    else:
+        server = EnvServer(config.env.id, config.env.args, config.serve.address, config=config)
     received: list[int] = []
     loop = asyncio.get_running_loop()
 

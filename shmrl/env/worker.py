@@ -11,8 +11,6 @@ import asyncio
 import faulthandler
 import logging
 import math
-import os
-import select
 import signal
 import socket
 import sys
@@ -33,6 +31,7 @@ from shmrl.arena.waiting import giving_up
 from shmrl.config.tables import Log
 from shmrl.env import sandbox
 from shmrl.env.chat import chat_format
+from shmrl.env.death import die_with
 from shmrl.env.interface import Environment, Episode
 from shmrl.env.link import Link
 from shmrl.env.model import Model, ModelSpec, ScriptedModel
@@ -59,7 +58,7 @@ class Worker:
         self.link, self.settings, self.tasks, self.arena = link, settings, tasks, arena
         self.environment = tasks.environment
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._engines: dict[tuple[str, ...], EngineClient] = {}
+        self._engines: dict[tuple[tuple[str, ...], float], EngineClient] = {}
         self._encoders = ThreadPoolExecutor(ENCODERS, "encode")
         self._lag_s = 0.0
 
@@ -178,12 +177,13 @@ class Worker:
             return ScriptedModel(spec, chat, lambda messages: demonstrate(task, messages), max_turns=max_turns)
         if keep == "eval":  # nothing is trained on it, so nothing is captured
             spec = replace(spec, fields=(), head=0)
-        return Model(spec, chat, self._engine(spec.urls), seed=seed, max_turns=max_turns)
+        return Model(spec, chat, self._engine(spec.urls, spec.timeout_s), seed=seed, max_turns=max_turns)
 
-    def _engine(self, urls: tuple[str, ...]) -> EngineClient:
-        if urls not in self._engines:
-            self._engines[urls] = EngineClient(list(urls))
-        return self._engines[urls]
+    def _engine(self, urls: tuple[str, ...], timeout_s: float) -> EngineClient:
+        key = (urls, timeout_s)
+        if key not in self._engines:
+            self._engines[key] = EngineClient(urls, timeout_s=timeout_s)
+        return self._engines[key]
 
     async def _result(self, task: Task, model: Model, episode: Episode, keep: str, tag: str) -> EpisodeResult:
         """The episode's scores, and references to its branches, which are in the arena from here on."""
@@ -351,25 +351,11 @@ async def _main(end: socket.socket) -> int:
     return 0
 
 
-def _die_with(end: socket.socket) -> None:
-    """A thread that ends this process and its children when the server hangs up, even if the event loop is stuck."""
-    watch = select.poll()
-    watch.register(end.fileno(), select.POLLRDHUP)
-
-    def wait() -> None:
-        watch.poll()
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
-
-    threading.Thread(target=wait, name="death", daemon=True).start()
-
-
 def main(argv: list[str]) -> int:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when its workers stop
     end = socket.socket(fileno=int(argv[0]))
-    _die_with(end)
+    die_with(end)
     return asyncio.run(_main(end))
 
 

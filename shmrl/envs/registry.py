@@ -1,5 +1,7 @@
 """Environments by name: a bundled name, `gem:<id>`, or `module:attribute` (a class or a factory, given `env.args`).
 
+`openenv:` before it changes nothing, and before URLs names servers of sessions that someone else runs.
+
 `find` is asked by the launcher before anything starts and imports no environment; `load` runs in the env worker.
 """
 
@@ -11,9 +13,11 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shmrl.config.tree import REMOTE, remote_urls
 from shmrl.env.interface import Environment, SessionRollout
 from shmrl.envs import gem
 from shmrl.errors import ConfigError
@@ -28,6 +32,10 @@ BUNDLED = {
 
 def find(env_id: str) -> str | None:
     """What is wrong with an env id, as one sentence, or None. Looks for files; imports nothing of the environment."""
+    if env_id.startswith(REMOTE):
+        env_id = env_id.removeprefix(REMOTE)
+        if remote_urls(REMOTE + env_id):
+            return None
     module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
     if env_id.startswith(gem.PREFIX) and attribute:
         return None if _module_file("gem") else f"env id {env_id!r}: GEM is not installed: pip install gem-llm"
@@ -68,13 +76,30 @@ def load(env_id: str, args: Mapping[str, Any]) -> Environment:
 
     Raises ConfigError where the id does not resolve or the object is no environment, and whatever its own code raises.
     """
+    return _as_rollout(env_id, _target(env_id), dict(args))
+
+
+def construct(env_id: str, args: Mapping[str, Any]) -> Any:
+    """The environment as its author wrote it, for whoever drives sessions. Raises as `load` does."""
+    target = _target(env_id)
+    _check_args(env_id, target, dict(args))
+    built = target(**args)
+    return gem.Sessions(partial(target, **args), built)() if gem.is_gem(built) else built
+
+
+def _target(env_id: str) -> Any:
+    """The class or factory behind an id."""
     problem = find(env_id)
     if problem is not None:
         raise ConfigError(problem)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    target = gem.factory(env_id) if env_id.startswith(gem.PREFIX) else _attribute(env_id)
-    return _as_rollout(env_id, target, dict(args))
+    if urls := remote_urls(env_id):
+        from shmrl.env.sessions.remote import RemoteEnv
+
+        return partial(RemoteEnv, urls)
+    env_id = env_id.removeprefix(REMOTE)
+    return gem.factory(env_id) if env_id.startswith(gem.PREFIX) else _attribute(env_id)
 
 
 def _attribute(env_id: str) -> Any:

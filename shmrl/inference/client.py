@@ -15,7 +15,9 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -23,7 +25,7 @@ from shmrl.errors import EngineError
 from shmrl.inference.answers import Generation, parse_metrics, read_generation
 
 log = logging.getLogger(__name__)
-LOAD_METHOD = "shmrl_load_weights"
+LOAD_METHOD, RECEIVE_METHOD = "shmrl_load_weights", "shmrl_receive_weights"
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 KEEPALIVE_S = 2.0  # vLLM closes idle connections after 5 s, and a call that meets that is lost
 STICKY_EXCESS = 16  # a prefix stays on its engine until that has so many more requests in flight than the least busy
@@ -142,20 +144,41 @@ class EngineClient:
         await self._everywhere(lambda url: self._control("POST", url, "/resume"))
 
     async def update_weights(
-        self, path: str, version: int | str, mode: Literal["keep", "wait", "abort"] = "keep"
+        self,
+        path: str,
+        version: int | str,
+        mode: Literal["keep", "wait", "abort"] = "keep",
+        sender: int | None = None,
     ) -> None:
         """Load the checkpoint directory `path` on every engine, and label what is drawn from then on with `version`.
 
+        sender: the port where trainer rank 0, on this machine, broadcasts it; None: the engines read the directory.
         Engines are resumed whatever happens. EngineError names the engines that failed; those keep their old weights.
         """
+        files = await self.weight_files(path, sender)
         try:
             await self.pause(mode)
-            await self._everywhere(lambda url: self._load(url, path, str(version)))
+            await self._everywhere(lambda url: self._load(url, files[url], str(version)))
         finally:
             await asyncio.shield(self.resume())
 
-    async def _load(self, url: str, path: str, version: str) -> None:
-        await self.call_workers(url, LOAD_METHOD, path)
+    async def weight_files(self, path: str, sender: int | None = None) -> dict[str, list[str]]:
+        """What the workers at each url can load for `path`: the directory itself, or files that they received."""
+        if sender is None:
+            return {url: [path] for url in self.urls}
+        own = await self._everywhere(_own_address)
+        host = next((address for address in own if not ip_address(address).is_loopback), own[0])
+        transfer = (host, str(sender), secrets.token_hex(8), path)
+
+        async def receive(url: str) -> list[str]:
+            members = (str(1 + self.urls.index(url)), str(1 + len(self.urls)))
+            results = await self.call_workers(url, RECEIVE_METHOD, *transfer, *members)
+            return [file for result in results for file in result.get("files", ())]
+
+        return dict(zip(self.urls, await self._everywhere(receive), strict=True))
+
+    async def _load(self, url: str, files: list[str], version: str) -> None:
+        await self.call_workers(url, LOAD_METHOD, *files)
         await self._control("POST", url, "/reset_prefix_cache")
         await self._control("POST", url, "/update_weight_version", {"new_version": version}, optional=True)
 
@@ -279,6 +302,19 @@ class EngineClient:
         timeout = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), sock_connect=10)
         async with self._session.request(method, url + path, json=body, timeout=timeout) as response:
             return response.status, await response.text(errors="replace")
+
+
+async def _own_address(url: str) -> str:
+    """This machine's address on the way to an engine."""
+    parts = urlsplit(url)
+    try:
+        _, writer = await asyncio.open_connection(
+            parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        )
+    except OSError as error:
+        raise EngineError(f"{url}: {_said(error)}") from error
+    writer.close()
+    return str(writer.get_extra_info("sockname")[0])
 
 
 # ---------------------------------------------------------------------------------------------------------- messages

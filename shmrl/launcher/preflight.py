@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -51,7 +52,7 @@ class Budget:
 def check(tree: RunTree) -> Budget:
     """The arena's budget of a run that can start. ConfigError with every fault, or PortInUse naming the holder."""
     require_torch()
-    problems = _environments(tree)
+    problems = _environments(tree) + _remote(tree)
     shape = _shape(tree, problems)
     problems += _engine(tree)
     budget = arena_budget(tree, shape)
@@ -72,6 +73,29 @@ def _environments(tree: RunTree) -> list[str]:
             found = [find(source.env.id), problem() if source.serve.sandbox else None]
             problems += [f"orchestrator.{split}.source {source.name!r}: {why}" for why in found if why]
     return problems
+
+
+def _remote(tree: RunTree) -> list[str]:
+    """Servers of sessions that say how many they have, where that cannot suffice. Others are asked when it runs."""
+    problems = []
+    for urls in {tuple(source.env.urls): None for _, source in tree.sources if source.env.urls}:
+        most = [_max_sessions(url) for url in urls]
+        train, evaluation = tree.remote_sessions(list(urls))
+        if None not in most and (total := sum(filter(None, most))) < train + evaluation:
+            problems.append(
+                f"{', '.join(urls)}: {total} sessions (max_concurrent_envs), and this run opens up to "
+                f"{train + evaluation}: {train} (orchestrator.max_inflight) and {evaluation} for evaluation"
+            )
+    return problems
+
+
+def _max_sessions(url: str) -> int | None:
+    """What a server of ours says about itself; None for others, and where there is none yet."""
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/healthz", timeout=1) as reply:
+            return int(json.load(reply)["max_sessions"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 # ------------------------------------------------------------------------------------------------------------ model
@@ -194,6 +218,8 @@ def _ports(tree: RunTree) -> None:
     for index, (split, source) in enumerate(tree.sources):
         if source.serve.address is None:
             _want(wanted, tree.env_address(index), f"env-server {split}/{source.name}")
+            if source.serve.http is not None:
+                _want(wanted, f"http://{source.serve.http}", f"sessions of {split}/{source.name}")
     if tree.node.url is not None:
         _want(wanted, tree.node.url, "the node server")
     if not tree.inference.urls:
@@ -203,7 +229,7 @@ def _ports(tree: RunTree) -> None:
 def _want(wanted: dict[int, str], address: str, who: str) -> None:
     url = urlsplit(address)
     port = int(url.port or 0)
-    if port in wanted:
+    if port and port in wanted:
         raise PortInUse(f"{who} and {wanted[port]} would both bind port {port}: change one of the two")
     wanted[port] = who
     require_free(str(url.hostname), port, who)

@@ -46,6 +46,7 @@ class Copies:
         self._arena, self._client = arena, client
         self._pool = ThreadPoolExecutor(parallel, "shmrl-fetch")
         self._changing = threading.Lock()
+        self._closing = False
         self._counters: Counter[str] = Counter(fetched=0, fetched_bytes=0, joined=0, lost=0)
         self._copies = self._found()
 
@@ -81,6 +82,8 @@ class Copies:
 
     def _flight(self, handle: Handle, nodes: Mapping[str, str], reader: int) -> Future[Handle]:
         with self._changing:
+            if self._closing:
+                raise NodeError("this node's server is stopping")
             copy = self._copies.get(handle)
             if copy is None or not self._usable(copy):
                 url = url_of(handle, nodes)
@@ -147,6 +150,8 @@ class Copies:
     def answer(self, handles: Sequence[Handle], nodes: Mapping[str, str], reader: int, wait_s: float) -> dict[str, Any]:
         """`want` in values that travel: {here: {index: handle}, lost: {index: [error's name, message]}}."""
         found = self.want(handles, nodes, reader, wait_s)
+        if self._closing:  # what was broken off is not lost: the next server has it
+            raise NodeError("this node's server is stopping")
         here, lost = {}, {}
         for index, handle in enumerate(handles):
             if isinstance(outcome := found.get(handle), Handle):
@@ -157,6 +162,8 @@ class Copies:
 
     def close(self) -> None:
         """Breaks off what is under way; copies stay, and are orphans when this process leaves."""
+        with self._changing:
+            self._closing = True
         self._client.close()
         self._pool.shutdown(cancel_futures=True)
 

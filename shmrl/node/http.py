@@ -159,6 +159,15 @@ class Stream:
                 raise ConnectionResetError(f"the file ended {end - offset} bytes early")
             offset += sent
 
+    def drain(self, within_s: float) -> None:
+        """After the last answer: a close with bytes unread would reset the connection before the peer has read it."""
+        deadline = time.monotonic() + within_s
+        self._sock.shutdown(socket.SHUT_WR)
+        while (left := deadline - time.monotonic()) > 0:
+            self.patience(left)
+            if not self._receive():
+                return
+
     def shutdown(self) -> None:
         """Ends what another thread waits for here. Idempotent."""
         try:

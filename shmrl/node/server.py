@@ -39,6 +39,7 @@ MAX_BODY = 16 << 20
 IDLE_S = 120.0  # a connection without a request
 HEAD_S = 10.0  # a request's head, from its first byte on
 WATCH_S = 0.5  # how often the process looks whether its parent is there
+DRAIN_S = 1.0  # a peer that was refused in the middle of its request, to read why
 STALL_S = 30.0  # a peer that takes or sends nothing in the middle of a body
 
 
@@ -137,18 +138,26 @@ class NodeServer:
         if full:
             log.warning("the node server has %d connections: one more was refused", MAX_CONNECTIONS)
             sock.close()
-        else:
+            return
+        try:
             thread.start()
+        except RuntimeError as error:  # the system has no more threads for us
+            log.warning("the node server cannot serve a connection: %s", error)
+            with self._changing:
+                del self._threads[thread]
+            sock.close()
 
     def _talk(self, sock: socket.socket) -> None:
         me = threading.current_thread()
         try:
             if self._tls is not None:
-                sock.settimeout(HEAD_S)
-                sock = self._tls.wrap_socket(sock, server_side=True)
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             stream = Stream(sock)
             with self._changing:
                 self._threads[me] = stream
+            if isinstance(sock, ssl.SSLSocket):
+                stream.patience(HEAD_S)
+                sock.do_handshake()
             while not self._closing.is_set() and self._exchange(stream):
                 pass
         except OSError as error:
@@ -170,6 +179,8 @@ class NodeServer:
             reply = Reply(error.status, str(error).encode())
         stream.patience(STALL_S)
         self._send(stream, reply, body=head is None or head.start[0] != "HEAD", keep=keep)
+        if not keep:
+            stream.drain(DRAIN_S)
         return keep
 
     def _answered(self, stream: Stream, head: Head) -> tuple[Reply, bool]:

@@ -23,7 +23,7 @@ from urllib.parse import parse_qs
 
 from shmrl import wire
 from shmrl.arena import Arena, View
-from shmrl.errors import ArenaError, ForeignArena, ProtocolError, StaleHandle
+from shmrl.errors import ForeignArena, ProtocolError, ShmrlError, StaleHandle
 from shmrl.node.copies import Copies
 from shmrl.node.http import STATUS, BadMessage, byte_range
 from shmrl.types import Handle
@@ -76,15 +76,16 @@ class Service:
         path, _, query = target.partition("?")
         try:
             return self._route(method, path.split("/")[1:], query, fields, body)
-        except ArenaError as error:
-            return self._failed(error)
         except (ProtocolError, ValueError, TypeError, KeyError) as error:
             return Reply(400, f"{type(error).__name__}: {error}".encode())
+        except ShmrlError as error:
+            return self._failed(error)
 
-    def _failed(self, error: ArenaError) -> Reply:
+    def _failed(self, error: ShmrlError) -> Reply:
+        """What the asker did wrong by name; what is our own trouble as one that may pass."""
         known = next((kind for kind in STATUS if isinstance(error, kind)), None)
         if known is None:
-            return Reply(500, f"{type(error).__name__}: {error}".encode())
+            return Reply(503, f"{type(error).__name__}: {error}".encode())
         return Reply(STATUS[known], str(error).encode(), {"Shmrl-Error": known.__name__})
 
     def _route(self, method: str, path: list[str], query: str, fields: dict[str, str], body: bytes) -> Reply:

@@ -57,8 +57,9 @@ def fetch(
 
     Example: fetch(arena, [sample.handles[0]], {"1f2e3d4c5b6a7988": "http://10.0.0.7:7070"}, token=token)
     """
+    urls = [url_of(handle, nodes) for handle in handles]
     with Client(token, ca=ca, patience_s=timeout_s) as client, ThreadPoolExecutor(max(1, parallel)) as pool:
-        flights = [pool.submit(fetch_one, arena, client, handle, url_of(handle, nodes)) for handle in handles]
+        flights = [pool.submit(fetch_one, arena, client, *one) for one in zip(handles, urls, strict=True)]
         failed = [error for flight in flights if (error := flight.exception()) is not None]
         if not failed:
             return [flight.result() for flight in flights]

@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shmrl.errors import AlreadyFreed, ArenaError, LostPayload, StaleHandle
-from shmrl.payload.header import name_of
+from shmrl.payload.header import name_of, read_loss_mask
 from shmrl.types import Handle, MicroBatch, Sample
 
 if TYPE_CHECKING:
@@ -95,8 +95,12 @@ class Ledger:
         self._free(unused)
 
     def cut(self, sample: Sample, n: int) -> Sample:
-        """The sample's first n tokens; blocks that only the rest referred to are given back."""
+        """The sample's first n tokens, with S counted where its blocks are here; what only the rest referred to is
+        given back."""
         shorter = sample.truncated(n)
+        if n < sample.T:
+            with contextlib.suppress(LostPayload):
+                shorter = replace(shorter, S=int(read_loss_mask(self._arena, shorter).sum()))
         kept = set(shorter.handles)
         gone = tuple(segment for segment in sample.segments if segment[0] not in kept)
         if gone:

@@ -45,6 +45,7 @@ class TrainerLink:
         self._had: dict[int, int] = {}  # rank -> the last step that it has completed or was sent
         self._finished: set[int] = set()  # ranks that have written their last checkpoint
         self._standing = b""  # what every rank is told, whenever it comes
+        self._sender: int | None = None  # the port where rank 0 broadcasts weights
         self.unreported: int | None = None  # the step that an orchestrator before this one shipped and had no report of
         self.begun = False  # some rank serves a run that has begun: this orchestrator has come after another one
         self.saved = False  # the ranks start from a checkpoint
@@ -120,6 +121,8 @@ class TrainerLink:
             self.saved |= phase == "saved"
         self._peers[rank], self._had[rank] = identity, step
         self._finished.discard(rank)
+        if rank == 0:
+            self._sender = message["sender"]
         if (report := message["report"]) is not None:
             self._heard_version(step, report["path"])
             self._heard_report(step, "train", report["metrics"])
@@ -162,6 +165,12 @@ class TrainerLink:
         if len(set(self._had.values())) > 1:
             raise RunError(f"the trainer's ranks stand at different steps: {dict(sorted(self._had.items()))}")
         self._training, self.completed = True, self._had[0] - (self._had[0] == self.unreported)
+
+    async def sender(self) -> int:
+        """The port where rank 0 broadcasts weights, once it has said hello."""
+        while self._sender is None:
+            await self._next_change()
+        return self._sender
 
     async def published(self, version: int) -> str:
         """The directory of policy version `version`, once rank 0 has published it."""

@@ -122,10 +122,10 @@ class Orchestrator:
         self.dispatcher.retained = self.shipped
         self.evals = [EvalSink(s, self.ledger, self.episodes, self.attempt) for s in self.sources if s.split == "eval"]
         self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
-        self.policy = Policy(self.engine, tree)
         self.link = TrainerLink(
             tree.trainer_address, tree.trainer.ranks, token, self.shipped, returning=tree.run.restarts.trainer > 0
         )
+        self.policy = Policy(self.engine, tree, self.link)
         self.lag = LoopLag()
         self.report = StepReport(tree, self.arena, self.episodes, self.sources, self.lag)
 

@@ -15,6 +15,7 @@ from shmrl.errors import EngineError
 from shmrl.inference.client import EngineClient
 from shmrl.inference.vllm import checks
 from shmrl.monitor.log import tail
+from shmrl.orchestrator.link import TrainerLink
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +25,9 @@ WATCH_S = 1.0
 class Policy:
     """What the engines serve. `derive_masks`: they send no sampling masks of their own."""
 
-    def __init__(self, engine: EngineClient, tree: RunTree) -> None:
+    def __init__(self, engine: EngineClient, tree: RunTree, link: TrainerLink) -> None:
         self.derive_masks = False
-        self._engine, self._tree = engine, tree
+        self._engine, self._tree, self._link = engine, tree, link
         self._served: tuple[str, int] | None = None  # directory and version, once every engine has it
         self._updating = asyncio.Lock()
 
@@ -35,9 +36,13 @@ class Policy:
         try:
             await self._engine.health(timeout_s)
             if self._tree.inference.backend == "vllm":
-                self.derive_masks = await checks.greet(self._engine, self._tree)
+                self.derive_masks = await checks.greet(self._engine, self._tree, await self._sender())
         except EngineError as error:
             raise EngineError(f"{error}{self._last_lines()}") from error
+
+    async def _sender(self) -> int | None:
+        """Where rank 0 broadcasts weights, if it does."""
+        return await self._link.sender() if self._tree.inference.weight_transfer == "broadcast" else None
 
     def _last_lines(self) -> str:
         path = self._tree.run.output_dir / "logs" / "latest" / "inference.log"
@@ -61,7 +66,8 @@ class Policy:
     async def _update(self, path: str, version: int) -> None:
         if self._tree.inference.colocate:
             await self._engine.wake()
-        await self._engine.update_weights(path, version, mode=self._tree.inference.update_mode)
+        mode = self._tree.inference.update_mode
+        await self._engine.update_weights(path, version, mode=mode, sender=await self._sender())
         self._served = (path, version)
 
     async def leave_accelerator(self) -> None:

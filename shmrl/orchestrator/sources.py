@@ -68,8 +68,11 @@ class Source:
 
     @property
     def timeout_s(self) -> float | None:
-        """How long one episode may take here; None for no limit."""
-        return self.config.serve.request_timeout_s or None
+        """How long one episode may take here; None for no limit. Evaluations of a remote source take turns."""
+        turns = 1
+        if isinstance(self.config, EvalSource) and self.config.env.urls:
+            turns = self.config.num_examples * self.config.rollouts_per_example
+        return turns * self.config.serve.request_timeout_s or None
 
     async def connect(self, timeout_s: float, arena: str) -> None:
         """Wait until the server is ready. RunError if it cannot do what this run needs: our arena, demonstrations."""
@@ -134,5 +137,7 @@ class Source:
             "fields": list(tree.captured),
             "head": tree.trainer.head,
             "max_model_len": tree.inference.max_model_len,
+            "logprobs_mode": tree.inference.logprobs_mode,
             "derive_masks": self.derive_masks,
+            "timeout_s": tree.inference.request_timeout_s,
         }

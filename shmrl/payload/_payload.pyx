@@ -91,8 +91,11 @@ def check_kept(object kept, object counts, object sampled):
     return where
 
 
-def decode_base64(object text, object out):
-    """Bytes written to `out` (writable, at least len // 4 * 3), or (-1 - position) of the first bad character."""
+def decode_base64(object text, object out, Py_ssize_t start=0, Py_ssize_t stop=-1):
+    """Bytes written to `out` (writable), or (-1 - position) of the first bad character.
+
+    start, stop: decode these characters alone, whole groups of four; `out` has at least 3 bytes for each group.
+    """
     cdef Buffer target = Buffer(out, True)
     cdef Buffer source = None
     cdef const char *chars
@@ -105,9 +108,12 @@ def decode_base64(object text, object out):
         source = Buffer(text)
         chars = <const char *> source.view.buf
         length = source.view.len
+    stop = length if stop < 0 else stop
+    if not 0 <= start <= stop <= length:
+        raise ValueError(f"characters [{start}, {stop}) of {length}")
     with nogil:
-        written = srl_base64_decode(chars, length, <uint8_t *> target.view.buf, target.view.len, &where)
-    return written if written >= 0 else -1 - where
+        written = srl_base64_decode(chars + start, stop - start, <uint8_t *> target.view.buf, target.view.len, &where)
+    return written if written >= 0 else -1 - start - where
 
 
 cdef class Sources:

@@ -31,6 +31,7 @@ from shmrl.payload.checks import (
     truncation,
 )
 from shmrl.payload.registry import Field, all_fields, get_field
+from shmrl.payload.routing import Stitched
 
 
 class Branch:
@@ -39,8 +40,9 @@ class Branch:
     Args:
         tokens: ints [T]; loss_mask: bool [T], set where the policy sampled a token that trains; logprobs: float [T],
             the sampled token's own, 0 elsewhere.
-        routing: ints [R, L, K] with R = T - 1 (the last token was never fed) or T; needs num_experts. layers: the
-            global ids of the L stored layers (default 0..L-1).
+        routing: ints [R, L, K] with R = T - 1 (the last token was never fed) or T; needs num_experts. What `Routing`
+            stitched stays where it is, and its ids are checked when it is written. layers: the global ids of the L
+            stored layers (default 0..L-1).
         head: (ids [S, K], logprobs [S, K]), S = set bits of loss_mask; with meta["head_has_sampled"] column 0 is the
             sampled token.
         mask: (ids [sum(counts)], counts [T]); 0 where nothing was sampled, or where the sampler kept everything.
@@ -95,6 +97,8 @@ class Branch:
         self._check_mask()
 
     def _checked(self, field: Field, value: Any) -> Rows:
+        if isinstance(value, Stitched):
+            return self._stitched(field, value)
         rows = ragged_rows(field, value, self.loss_mask) if field.is_ragged else fixed_rows(field, value)
         self._check_count(field, rows.count)
         if field.dtype is None:
@@ -102,6 +106,12 @@ class Branch:
         elif field.dtype.kind == "f":
             check_finite(field.name, rows.values)
         return rows
+
+    def _stitched(self, field: Field, value: Stitched) -> Rows:
+        if value.num_experts != self.num_experts:
+            raise PayloadError.of(field.name, f"rows of {value.num_experts} experts for {self.num_experts}")
+        self._check_count(field, len(value))
+        return Rows(value)
 
     def _check_count(self, field: Field, count: int) -> None:
         if field.align == "sampled" and count != self.S:

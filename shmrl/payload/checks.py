@@ -28,7 +28,7 @@ class Rows:
     Example: Rows(values=int32[6], counts=int32[3]) for the mask rows (5, 9), (5,) and (7, 7, 2)
     """
 
-    values: NDArray[Any]
+    values: Any  # an array, or the `Stitched` that stands for one
     counts: NDArray[np.int32] | None = None
 
     @property
@@ -148,7 +148,8 @@ def checked_experts(
     if "routing" in given and (num_experts is None or num_experts < 1):
         raise PayloadError.of("num_experts", f"routing needs num_experts, got {num_experts}", value=num_experts)
     if layers is None:
-        shapes = [numbers(v, name, "iufb").shape for name, v in given.items() if get_field(name).layer_axis == 0]
+        layered = [value for name, value in given.items() if get_field(name).layer_axis == 0]
+        shapes = [v.shape if hasattr(v, "shape") else numbers(v, "layers", "iufb").shape for v in layered]
         ids = tuple(range(shapes[0][1])) if shapes and len(shapes[0]) > 1 else ()
     else:
         ids = tuple(int(layer) for layer in layers)

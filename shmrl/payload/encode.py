@@ -1,7 +1,8 @@
 """`encode`: one branch -> one arena block, written in place.
 
 Called by the env worker when an episode ends. The layout is worked out first, the block reserved at its exact size,
-and every column written straight into it; expert ids are narrowed on the way, with the interpreter lock released.
+and every column written straight into it; expert ids are decoded from base64 or narrowed on the way, with the
+interpreter lock released. A block whose ids are found wrong there is given back unsealed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,6 +22,7 @@ from shmrl.payload.branch import Branch
 from shmrl.payload.checks import Rows, type_code
 from shmrl.payload.header import Column, Header, align, name_of, packed, read_header, read_loss_mask, read_tokens
 from shmrl.payload.registry import all_fields, get_field
+from shmrl.payload.routing import Stitched
 from shmrl.types import Sample
 
 if TYPE_CHECKING:
@@ -136,6 +139,9 @@ def _rows(name: str, rows: Rows, first: int, num_experts: int) -> list[_Array]:
         np.cumsum(rows.counts[first:], out=offsets[1:])
         skipped = int(rows.counts[:first].sum(dtype=np.int64))
         return [_copied(f"{name}/offsets", offsets), _copied(name, rows.values[skipped:])]
+    if isinstance(rows.values, Stitched):
+        shape = (rows.count - first, *rows.values.shape[1:])
+        return [_Array(name, dtype, shape, partial(rows.values.fill, start=first))]
     values = rows.values[first:]
     if values.dtype == dtype:
         return [_copied(name, values)]

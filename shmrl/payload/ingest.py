@@ -15,7 +15,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from shmrl.errors import MissingField, PayloadError
 from shmrl.payload.branch import Branch
-from shmrl.payload.forms import TopLogprobs, head_rows, logprobs_content, mask_from_logprobs, mask_rows, routed_experts
+from shmrl.payload.forms import (
+    Encoded,
+    TopLogprobs,
+    engine_rows,
+    head_rows,
+    logprobs_content,
+    mask_from_logprobs,
+    mask_rows,
+    routed_experts,
+)
 from shmrl.payload.routing import Routing
 
 __all__ = [
@@ -151,7 +160,7 @@ class BranchBuilder:
         routing, layers, experts = None, None, None
         if self._routing is not None:
             routing, layers, experts = (
-                self._routing.finish(len(self.tokens)),
+                self._routing.stitch(len(self.tokens)),
                 self._routing.layers,
                 self._routing.num_experts,
             )
@@ -187,10 +196,10 @@ class BranchBuilder:
         self._routing.add(rows, start=start)
         self._covered = total - 1
 
-    def _routing_rows(self, value: Any, layers: tuple[int, ...]) -> tuple[NDArray[Any], int | None]:
+    def _routing_rows(self, value: Any, layers: tuple[int, ...]) -> tuple[NDArray[Any] | Encoded, int | None]:
         """Rows with one column per layer that has a router, and where they start, if the engine says so."""
         if self._decoder_layers in (None, len(layers)):
-            return routed_experts(value, layers=len(layers), top_k=self._top_k)
+            return engine_rows(value, layers=len(layers), top_k=self._top_k)
         rows, stated = routed_experts(value, layers=self._decoder_layers, top_k=self._top_k)
         return rows[:, layers], stated
 

@@ -2,8 +2,8 @@
 
 Used by the env worker's `BranchBuilder`, or by an embedder directly. An engine returns rows for tokens it forwarded:
 the last token of a turn has none, and the next turn's answer has it, because it was fed there. Rows that are covered
-are never
-overwritten: after a weight update a newer snapshot's prefix is not what the old tokens were sampled under.
+are never overwritten: after a weight update a newer snapshot's prefix is not what the old tokens were sampled under.
+Nothing is copied here: `Stitched` knows where every row is, and `encode` has them written into the block.
 """
 
 from __future__ import annotations
@@ -17,14 +17,68 @@ from numpy.typing import ArrayLike, NDArray
 
 from shmrl.errors import PayloadError
 from shmrl.payload.checks import check_ids, numbers
+from shmrl.payload.forms import Encoded
 from shmrl.payload.registry import narrow_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    rows: NDArray[Any]
+    rows: NDArray[Any] | Encoded
     start: int | None
     valid: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows for tokens first .. last: those of `rows` from `offset` on."""
+
+    first: int
+    last: int
+    rows: NDArray[Any] | Encoded
+    offset: int
+
+
+class Stitched:
+    """The rows [R, L, K] of one branch, lying where they came from until `fill` writes them, checked and narrowed.
+
+    numpy takes it for the array that it stands for. Attributes: shape, dtype, num_experts.
+    """
+
+    def __init__(self, pieces: Sequence[_Piece], shape: tuple[int, int, int], num_experts: int) -> None:
+        self._pieces, self.shape, self.num_experts = pieces, shape, num_experts
+        self.dtype = narrow_dtype(num_experts)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        out = np.empty(self.shape, self.dtype)
+        self.fill(out)
+        return out if dtype is None else out.astype(dtype)
+
+    def fill(self, target: NDArray[Any], start: int = 0) -> None:
+        """Rows start .. start + len(target) into `target`, C-contiguous, of this type.
+
+        PayloadError for base64 that is none, and for ids that the model does not have or that repeat in their row.
+        """
+        for piece in self._pieces:
+            low, high = max(piece.first, start), min(piece.last, start + len(target))
+            if low < high:
+                self._write(piece, low, target[low - start : high - start])
+
+    def _write(self, piece: _Piece, low: int, target: NDArray[Any]) -> None:
+        offset = piece.offset + low - piece.first
+        rows: NDArray[Any]
+        if not isinstance(piece.rows, Encoded):
+            rows = piece.rows[offset : offset + len(target)]
+        elif piece.rows.dtype == self.dtype:
+            piece.rows.into(target, offset)
+            check_ids("routing", target, self.num_experts, low)
+            return
+        else:
+            rows = numbers(piece.rows.rows(offset, offset + len(target)), "routing", "iu")
+        check_ids("routing", rows, self.num_experts, low)
+        target[...] = rows
 
 
 class Routing:
@@ -46,14 +100,14 @@ class Routing:
         """Whether anything was captured."""
         return bool(self._segments)
 
-    def add(self, rows: ArrayLike, start: int | None = None, *, valid: tuple[int, int] | None = None) -> None:
+    def add(self, rows: ArrayLike | Encoded, start: int | None = None, *, valid: tuple[int, int] | None = None) -> None:
         """Adds rows [n, L, K] of token positions start .. start + n; earlier segments win where they overlap.
 
         start=None: the engine did not say; `finish` accepts the one reading (a snapshot from 0, or an append) that
         gives the expected number of rows. valid: only these token positions of the segment count (a decode server that
         never forwarded the prompt returns junk there).
         """
-        array = numbers(rows, "routing", "iu")
+        array = rows if isinstance(rows, Encoded) else numbers(rows, "routing", "iu")
         if array.ndim != 3 or array.shape[1] != len(self.layers):
             raise PayloadError.of(
                 "routing", f"rows of shape {array.shape}, expected [n, {len(self.layers)}, K]", value=array.shape
@@ -69,13 +123,17 @@ class Routing:
         self._segments.append(_Segment(array, start, valid))
 
     def finish(self, T: int) -> NDArray[Any]:
-        """Rows [R, L, K] in the narrowest dtype, R = T - 1 or T; PayloadError for gap, surplus or ambiguity."""
+        """Rows [R, L, K] in the narrowest dtype, R = T - 1 or T; PayloadError for gap, surplus, ambiguity, bad ids."""
+        return np.asarray(self.stitch(T))
+
+    def stitch(self, T: int) -> Stitched:
+        """What `finish` gives, not yet copied: for a `Branch`, whose block it is written into."""
         starts = self._resolve(T)
         k = self._segments[0].rows.shape[2] if self._segments else 0
-        out = np.zeros((T, len(self.layers), k), narrow_dtype(self.num_experts))
+        pieces: list[_Piece] = []
         covered = np.zeros(T, np.bool_)
         for segment, start in zip(self._segments, starts, strict=True):
-            self._place(out, covered, segment, start)
+            pieces += self._new(covered, segment, start)
         R = T if covered.all() else T - 1
         if not covered[:R].all():
             missing = int(np.argmin(covered))
@@ -86,9 +144,10 @@ class Routing:
                 missing,
                 value=int(covered.sum()),
             )
-        return out[:R]
+        return Stitched(pieces, (R, len(self.layers), k), self.num_experts)
 
-    def _place(self, out: NDArray[Any], covered: NDArray[np.bool_], segment: _Segment, start: int) -> None:
+    def _new(self, covered: NDArray[np.bool_], segment: _Segment, start: int) -> list[_Piece]:
+        """What a segment has for tokens without rows, which are covered then."""
         low, high = start, start + len(segment.rows)
         if segment.valid is not None:
             low, high = max(low, segment.valid[0]), min(high, segment.valid[1])
@@ -96,11 +155,9 @@ class Routing:
             raise PayloadError.of(
                 "routing", f"rows up to token {high} for {len(covered)} tokens", len(covered), value=high
             )
-        for first, last in _gaps(covered, low, high):
-            rows = segment.rows[first - start : last - start]
-            check_ids("routing", rows, self.num_experts, first)
-            out[first:last] = rows
+        new = [_Piece(first, last, segment.rows, first - start) for first, last in _gaps(covered, low, high)]
         covered[low:high] = True
+        return new
 
     def _resolve(self, T: int) -> list[int]:
         """The start of every segment; for those that do not say, the one reading that ends at T - 1 or T rows."""

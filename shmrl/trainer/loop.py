@@ -22,6 +22,7 @@ from shmrl.config import RunTree
 from shmrl.config.rundir import latest_checkpoint
 from shmrl.config.tables import Trainer
 from shmrl.errors import RunError
+from shmrl.inference.vllm.plugin.shmrl_broadcast import Sender
 from shmrl.node.host import read_token, require_arena
 from shmrl.payload import micro_batches_from_wire
 from shmrl.trainer import checkpoint, lora, weights
@@ -71,6 +72,8 @@ class RankLoop:
         self._saved = self.step
         self._state: dict[str, Any] = {}  # the orchestrator's part of the next checkpoint
         self._token = read_token(tree.arena)
+        broadcasts = ranks.rank == 0 and tree.inference.weight_transfer == "broadcast"
+        self._sender = Sender(ranks.device) if broadcasts else None
         patience_s, returning = tree.orchestrator.connect_timeout_s, tree.run.restarts.orchestrator > 0
         self._link = OrchestratorLink(tree.trainer_address, self._hello, patience_s, returning=returning)
 
@@ -80,7 +83,8 @@ class RankLoop:
         if self._ranks.rank == 0 and self.step:
             report = {"path": str(self._tree.published_dir(self.step)), "metrics": self._metrics}
         who = {"rank": self._ranks.rank, "world": self._ranks.world, "token": self._token}
-        return {"kind": "hello", **who, "step": self.step, "phase": self._phase, "report": report}
+        stands = {"step": self.step, "phase": self._phase, "report": report}
+        return {"kind": "hello", **who, **stands, "sender": self._sender and self._sender.port}
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         o = self._tree.trainer.optimizer
@@ -99,6 +103,8 @@ class RankLoop:
             self._link.send({"kind": "finished", "rank": self._ranks.rank})
         finally:
             self._link.close()
+            if self._sender is not None:
+                self._sender.close()
             self._stepper.close()
             if self._pinned is not None:
                 self._pinned.close()

@@ -436,6 +436,9 @@ def test_what_is_no_handle_or_no_number_is_said_at_once(arena, tmp_path):
         other.free(foreign)
     with pytest.raises(TypeError, match="float"):
         arena.reserve(1.5)
+    for call in (lambda: arena.put(b"x", tag=None), lambda: arena.reserve(1, tag=None), lambda: arena.discard(None)):
+        with pytest.raises(TypeError, match=r"'tag\w*' has incorrect type \(expected str, got NoneType\)"):
+            call()
     with pytest.raises(TypeError, match="float"):
         Arena.attach(arena.address, reader=1.5)
     with pytest.raises(ValueError, match="not an arena address: None"):

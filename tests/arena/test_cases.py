@@ -45,7 +45,8 @@ from tests.arena.test_core import ROOT
 from tests.arena.test_corruption import words, write
 from tests.arena.test_crashes import build
 from tests.arena.test_memory import MIB, on_small_shm
-from tests.arena.test_processes import reader, until, writer
+from tests.arena.test_processes import reader, writer
+from tests.support.clock import wait_until
 
 ENDS = ("pass", "a.close()", "sys.exit(3)", "raise RuntimeError('mine')", "os._exit(0)")
 
@@ -148,7 +149,7 @@ def test_sh_11_a_writer_goes_on_within_a_second_of_the_death_of_who_held_the_spa
     arena.free(handle)  # the reader's hold is all that is left of it
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(arena.put, bytes(40 * MIB), timeout_s=30)
-        until(lambda: arena.pressure()["used_bytes"] and arena.stats()["waits"])
+        wait_until(lambda: arena.pressure()["used_bytes"] and arena.stats()["waits"])
         assert not writing.done()
         killed = time.monotonic()
         other.kill()
@@ -197,7 +198,7 @@ def test_sh_12_a_wait_names_the_role_that_is_stopped_and_then_less_often(arena, 
     with pytest.raises(ArenaFull, match=f"{re.escape(here)}alive, attached "):
         arena.put(bytes(40 * MIB), on_full="raise")
     other.signal(signal.SIGSTOP)
-    until(lambda: arena._is_stopped(other.process.pid))
+    wait_until(lambda: arena._is_stopped(other.process.pid))
     assert caplog.messages == []
     with pytest.raises(ArenaFull):
         arena.put(bytes(40 * MIB), timeout_s=1.2)

@@ -137,8 +137,8 @@ MUTANTS = {
     ),
     "claim without sweep": (
         "arena_live.c",
-        "        if (srl_load_sc(&a->processes[p].used))\n            srl_sweep(a,",
-        "        if (0)\n            srl_sweep(a,",
+        "if (srl_load_sc(&a->processes[p].used)) /* dirty",
+        "if (0) /* dirty",
         ("crash_driver", POINTS, ["recover"], "a child failed on its own"),
     ),
     "free list before the word": (

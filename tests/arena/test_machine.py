@@ -262,7 +262,6 @@ def run(helper, tmp_path, examples, steps):
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=steps,
-                deadline=None,
                 derandomize=examples < 100,
                 suppress_health_check=list(HealthCheck),
                 print_blob=True,

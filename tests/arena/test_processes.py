@@ -16,6 +16,7 @@ from shmrl.arena.commands import stats
 from shmrl.arena.waiting import giving_up
 from shmrl.errors import ArenaClosed, ArenaFull, PeerStalled, StaleHandle, TooManyProcesses
 from tests.arena.conftest import UNSHARE
+from tests.support.clock import wait_until
 
 MIB = 1 << 20
 
@@ -330,7 +331,7 @@ def test_a_process_in_another_pid_namespace_is_alive(arena):
         assert arena.sweep() == 0
         assert len(arena.holders(handle)["held_by"]) == 1
         other.kill()
-    until(lambda: arena.sweep() + 1 and not arena.holders(handle)["held_by"])
+    wait_until(lambda: arena.sweep() + 1 and not arena.holders(handle)["held_by"])
     arena.free(handle)
 
 
@@ -375,10 +376,10 @@ def test_waiting_is_first_come_first_served(arena, helper):
     handles = [arena.put(bytes(20 * MIB)) for _ in range(3)]
     large = helper(waiter, arena.address, 40 * MIB, "large")
     assert large.line() == "waiting"
-    until(lambda: arena.stats()["waits"] == 1)
+    wait_until(lambda: arena.stats()["waits"] == 1)
     small = helper(waiter, arena.address, 10 * MIB, "small")
     assert small.line() == "waiting"
-    until(lambda: arena.stats()["waits"] == 2)
+    wait_until(lambda: arena.stats()["waits"] == 2)
     arena.free(handles[0])  # enough for the small one, which came second
     with pytest.raises(ArenaFull):
         arena.put(bytes(10 * MIB), on_full="raise")
@@ -399,7 +400,7 @@ def test_pressure_tells_that_somebody_waits(arena, helper):
     assert (calm["waiting"], calm["oldest_wait_s"]) == (0, 0.0)
     other = helper(waiter, arena.address, 40 * MIB, "b")
     assert other.line() == "waiting"
-    until(lambda: arena.pressure()["waiting"])
+    wait_until(lambda: arena.pressure()["waiting"])
     arena.free(handle)
     assert other.line() == "b"
     assert arena.pressure()["waiting"] == 0
@@ -417,7 +418,7 @@ def test_a_wait_that_is_given_up_ends_at_once(arena):
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(put)
-        until(lambda: arena.stats()["waits"] == 1)
+        wait_until(lambda: arena.stats()["waits"] == 1)
         wanted.clear()
         with pytest.raises(ArenaFull, match=r"no room for 40\.0 MiB"):
             waiting.result(10)
@@ -429,7 +430,7 @@ def test_a_killed_waiter_loses_its_place(arena, helper):
     handles = [arena.put(bytes(20 * MIB)) for _ in range(3)]
     first = helper(waiter, arena.address, 60 * MIB, "first")
     first.line()
-    until(lambda: arena.stats()["waits"] == 1)
+    wait_until(lambda: arena.stats()["waits"] == 1)
     first.kill()
     arena.free(handles[0])
     handles[0] = arena.put(bytes(10 * MIB), timeout_s=10)
@@ -479,13 +480,6 @@ def test_threads_of_one_process_share_it(arena):
     assert failures == []
     assert arena.fsck() == []
     assert arena.stats()["blocks"] == 0
-
-
-def until(condition, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_role_is_named_by_its_title_and_anything_else_by_its_script(arena):

@@ -15,6 +15,7 @@ from shmrl.errors import ArenaCorrupt, ArenaFull
 from shmrl.units import parse_shares
 from tests.arena import layout
 from tests.arena.test_corruption import words, write
+from tests.support.clock import wait_until
 
 MIB = 1 << 20
 PART = 4 * MIB - 4096  # with its checksums exactly 4 MiB of the arena
@@ -42,13 +43,6 @@ def fill(arena, source, limit=99):
     return out
 
 
-def until(true):
-    limit = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.002)
-
-
 def wait_for_space(address, source, count="1"):
     """Puts blocks that have to wait for space; says when it begins and when it has each."""
     with Arena.attach(address) as arena:
@@ -64,7 +58,7 @@ def waiting(arena, helper, source, count=1):
     before = arena.stats()["waits"]
     other = helper(wait_for_space, arena.address, source, count)
     assert other.line() == "begins"
-    until(lambda: arena.stats()["waits"] > before)
+    wait_until(lambda: arena.stats()["waits"] > before)
     return other
 
 

@@ -16,7 +16,8 @@ import pytest
 from shmrl.arena import Arena, Handle, commands, unlink
 from shmrl.arena.inspect import gc, look
 from shmrl.errors import AlreadyFreed, ArenaCorrupt, ArenaFull, ForeignArena, NotSealed, StaleHandle, ViewsAlive
-from tests.arena.test_processes import until, wait_for
+from tests.arena.test_processes import wait_for
+from tests.support.clock import wait_until
 
 MIB = 1 << 20
 
@@ -260,7 +261,7 @@ def test_events_and_inspectors_show_it(spilling):
 def test_a_dead_writers_files_go_with_its_blocks(spilling, tmp_path, helper):
     other = helper(spiller, spilling.address, 2 * MIB)
     handle = Handle.parse(other.line())
-    until(lambda: len(files(tmp_path)) == 2)
+    wait_until(lambda: len(files(tmp_path)) == 2)
     other.kill()
     assert spilling.sweep() == 1
     assert files(tmp_path) == [f"{handle.slot}-{handle.generation}"]
@@ -344,7 +345,7 @@ def test_a_dead_arenas_directory_is_collected(tmp_path, helper, collect):
     arena = Arena.create("1MiB", spill_dir=str(tmp_path))
     other = helper(spiller, arena.address, 2 * MIB)
     other.line()
-    until(lambda: len(files(tmp_path)) == 2)
+    wait_until(lambda: len(files(tmp_path)) == 2)
     arena.close()
     gc()
     assert len(files(tmp_path)) == 2  # somebody lives

@@ -252,3 +252,34 @@ def test_writers_that_may_spill_wait_half_a_second_unless_told_otherwise(tmp_pat
     assert load_run([write(tmp_path, spill + "timeout_s = 7.0\n")]).arena.timeout_s == 7.0
     tree = load_run([write(tmp_path, GOOD)], {"arena.on-full": "spill", "arena.spill-dir": "/tmp"})
     assert tree.arena.timeout_s == 0.5
+
+
+URLS = 'env.url = ["http://a:8000", "http://b:8000/token"]\nenv.max_turns = 4'
+REMOTE = GOOD.replace('env.id = "reverse-text"', URLS)
+
+
+def test_a_remote_source_is_the_id_of_its_urls(tmp_path):
+    tree = load_run([write(tmp_path, REMOTE)], {"orchestrator.max_inflight": "48"})
+    spec = tree.orchestrator.train.source[0].env
+    assert (spec.id, spec.urls) == (
+        "openenv:http://a:8000,http://b:8000/token",
+        ["http://a:8000", "http://b:8000/token"],
+    )
+    assert tree.remote_sessions(spec.urls) == (48, 1)
+    assert env_server_from(tree, 0).env.args == {"sessions": [48, 1]}
+    assert load_run([write(tmp_path, dump_toml(tree), "again.toml")]) == tree
+    assert tree.orchestrator.train.source[1].env.urls == []
+
+
+def test_what_a_remote_source_needs(tmp_path):
+    (line,) = problems(tmp_path, GOOD.replace('"reverse-text"', '"openenv:http://a:8000"', 1))
+    assert "max_turns is required for openenv:http://a:8000: the environment is someone else's" in line
+    (line,) = problems(tmp_path, REMOTE.replace("env.url", 'env.id = "x:Y"\nenv.url', 1))
+    assert "id = 'x:Y' and url: give one of them" in line
+    (line,) = problems(tmp_path, REMOTE, {"orchestrator.train.source.0.serve.pool.workers": "2"})
+    assert "source 'a' is remote: serve.pool.workers = 2, but one worker counts its sessions" in line
+
+
+def test_protocols_need_a_port(tmp_path):
+    (line,) = problems(tmp_path, GOOD, {"orchestrator.train.source.0.serve.protocols": '["openenv"]'})
+    assert """protocols = ['openenv'] need http = "host:port\"""" in line

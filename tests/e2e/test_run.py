@@ -1,5 +1,6 @@
 """`shmrl run` from start to end on a tiny model: files, numbers, exit codes, nothing left."""
 
+import resource
 import signal
 import time
 
@@ -115,10 +116,10 @@ def test_a_task_set_that_raises_ends_the_run_with_its_traceback(run):
 
 def test_an_unknown_environment_exits_with_two_and_starts_nothing(run):
     one = run(text=TINY.replace('"reverse-text"', '"revers-text"'))
-    started = time.monotonic()
-    code, output = one.start().finish(20)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    code, output = one.start().finish(60)
     assert (code, "did you mean reverse-text?" in output) == (2, True), output
-    assert time.monotonic() - started < 2
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2  # of its own: the machine may be busy
     assert not one.output_dir.exists()
 
 

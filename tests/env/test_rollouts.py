@@ -3,13 +3,16 @@
 import asyncio
 import os
 import signal
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from shmrl.arena import Arena
-from shmrl.errors import ProtocolError
-from shmrl.payload import read_header, read_text, read_tokens
+from shmrl.env.worker import Worker
+from shmrl.errors import PayloadError, ProtocolError
+from shmrl.payload import Branch, read_header, read_text, read_tokens
 from shmrl.payload.header import read_loss_mask
 from shmrl.types import Task
 from tests.env.conftest import IM_END, rollout, server_config, serving, until
@@ -71,6 +74,18 @@ async def test_a_warmup_episode_records_the_demonstration(hosted, spec, arena, e
         tokens, loss = read_tokens(arena, sample), read_loss_mask(arena, sample)
         assert tokens[loss].tolist() == [64 + ord(letter) - ord("a") for letter in target] + [IM_END]
         assert engine.requests == []
+        arena.discard("run")
+
+
+async def test_an_engine_that_does_not_answer_in_time_fails_the_episode(hosted, spec, arena, engine):
+    engine.open.clear()
+    async with hosted("reverse-text") as (client, _):
+        (task,) = await client.tasks("train", 0, 1)
+        result = await rollout(client, task, spec(timeout_s=0.5))
+        assert (result.success, result.error.type) == (False, "EngineError")
+        await until(lambda: not engine.running)
+        engine.open.set()
+        assert (await rollout(client, task, spec())).success
         arena.discard("run")
 
 
@@ -177,6 +192,18 @@ async def test_siblings_are_freed_when_one_branch_does_not_fit(spec, arena_of_1m
         assert (result.success, result.error.type) == (False, "ArenaFull"), result
         stats = arena_of_1mib.stats()
         assert (stats["blocks"], stats["created"], stats["freed"]) == (0, 1, 1)
+
+
+def test_siblings_are_freed_when_one_branch_does_not_encode(arena):
+    """The text of the second cannot be stored, which shows when it is written."""
+    texts = ([{"role": "user", "content": "ab"}], [{"role": "user", "content": object()}])
+    branches = (Branch([1, 2], [0, 1], [0, -0.5], messages=messages) for messages in texts)
+    model = SimpleNamespace(branches=lambda meta: branches)
+    one = Worker(None, {"timeout_s": 1.0, "on_full": "block"}, SimpleNamespace(environment=None), arena)
+    with pytest.raises(PayloadError, match="text: something that msgpack cannot carry"):
+        one._store(model, {}, "run/test/g/0", threading.Event())
+    stats = arena.stats()
+    assert (stats["blocks"], stats["created"], stats["freed"]) == (0, 1, 1)
 
 
 async def test_what_a_killed_worker_had_stored_is_freed(spec, arena_of_1mib, engine):

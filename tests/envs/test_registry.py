@@ -3,12 +3,14 @@
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.util import spec_from_file_location
+from unittest.mock import ANY
 
 import pytest
 
-from shmrl.env.interface import SessionRollout
+from shmrl.env.interface import Episode, SessionRollout
 from shmrl.envs.registry import BUNDLED, find, load
 from shmrl.errors import ConfigError
+from tests.env.sessions.test_remote import Scripted
 
 
 def test_bundled_names_and_modules_are_found_without_import():
@@ -74,3 +76,33 @@ def test_load_refuses_what_is_no_environment():
         load("collections:Counter", {})
     with pytest.raises(ValueError, match="min_length = 9, max_length = 8"):
         load("reverse-text", {"min_length": 9})
+
+
+def test_openenv_names_servers_or_changes_nothing():
+    assert find("openenv:http://somewhere:8000,https://elsewhere/env") is None
+    assert find("openenv:guess-number") is None
+    assert "did you mean guess-number?" in find("openenv:gues-number")
+    assert isinstance(load("openenv:guess-number", {}), SessionRollout)
+    remote = load("openenv:http://a:8000,http://b:8000", {"timeout_s": 5})
+    assert (remote.urls, remote.timeout_s) == (["http://a:8000", "http://b:8000"], 5)
+    with pytest.raises(ConfigError, match="timeout_sec"):
+        load("openenv:http://a:8000", {"timeout_sec": 5})
+
+
+async def test_a_session_with_typed_actions_is_a_rollout_too():
+    """An OpenEnv environment in our own loop: the reply is its action's message."""
+    environment = load("tests.env.sessions.environments:OpenEcho", {})
+    assert await environment.rollout(environment.tasks("train")[0], Scripted("a", "bb", "ccc")) == Episode(
+        6.0,
+        {"steps": 6.0},
+        {"turns": 3.0},
+        "done",
+        [
+            {"role": "user", "content": ANY},
+            *(
+                {"role": role, "content": content}
+                for text in ("a", "bb", "ccc")
+                for role, content in (("assistant", text), ("user", ANY))
+            ),
+        ],
+    )

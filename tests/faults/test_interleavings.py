@@ -327,7 +327,6 @@ def run(where, examples, steps):
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            deadline=None,
             derandomize=short,
             phases=(Phase.generate,) if short else tuple(Phase),
             suppress_health_check=list(HealthCheck),
@@ -345,7 +344,7 @@ def test_whatever_happens_every_block_is_freed_once():
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_whatever_happens_every_block_is_freed_once_for_long():
-    seen = run(Local, 2000, 50)
+    seen = run(Local, 2000, 25)
     assert all(seen[path] for path in PATHS), seen
 
 
@@ -364,5 +363,5 @@ def test_whoever_is_killed_every_block_is_freed_once(processes):
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_whoever_is_killed_every_block_is_freed_once_for_long(processes):
-    seen = run(processes, 250, 50)
+    seen = run(processes, 220, 40)
     assert all(seen[path] for path in PATHS), seen

@@ -194,6 +194,25 @@ async def test_cancelling_drops_the_connection() -> None:
             await task
 
 
+async def test_an_engine_that_does_not_answer_in_time_loses_its_request() -> None:
+    arrived, dropped = asyncio.Event(), asyncio.Event()
+
+    async def hang(request: web.Request) -> web.StreamResponse:
+        arrived.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            dropped.set()
+        return web.Response()
+
+    async with Scripted(hang).serving() as engine, EngineClient([engine.url], timeout_s=0.5) as client:
+        with pytest.raises(EngineError, match=rf"{engine.url}/inference/v1/generate: TimeoutError.*\(attempt 1\)"):
+            await client.generate([1], {})
+        assert arrived.is_set()
+        async with asyncio.timeout(10):
+            await dropped.wait()
+
+
 async def test_requests_spread_and_stick() -> None:
     gate, arrived = asyncio.Event(), asyncio.Semaphore(0)
 

@@ -1,5 +1,6 @@
 """What must fail before a process starts: with the numbers and names a person needs, and all at once."""
 
+import asyncio
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from shmrl.launcher.preflight import arena_budget, check
 from shmrl.node import host
 from shmrl.node.host import available_memory
 from shmrl.units import size
+from tests.env.sessions.conftest import serving_sessions
 from tests.support.runs import free_ports
 
 RUN = """
@@ -197,3 +199,18 @@ def test_two_versions_of_the_weights_fit_in_shared_memory_beside_the_arena(load,
     check(load(text, **flags, arena__capacity="1GiB"))
     (line,) = problems(load(text, **flags, arena__capacity="1025MiB"))
     assert "take 4.0 GiB of /dev/shm while one replaces the other, which has 4.0 GiB free beside the arena" in line
+
+
+async def test_remote_sessions_that_cannot_suffice_are_refused(load):
+    async with serving_sessions("guess-number", max_concurrent_envs=16) as client:
+        remote = f'env.url = "{client.server.url}"\nenv.max_turns = 4'
+        text = RUN.replace('env.id = "reverse-text"', remote) + f'[[orchestrator.eval.source]]\nname = "e"\n{remote}\n'
+        tree = load(text, orchestrator__max_inflight=16)
+        (line,) = await asyncio.to_thread(preflight._remote, tree)
+        assert line == (
+            f"{client.server.url}: 16 sessions (max_concurrent_envs), and this run opens up to 17: 16 "
+            "(orchestrator.max_inflight) and 1 for evaluation"
+        )
+        assert preflight._remote(load(text.replace(client.server.url, "http://127.0.0.1:9"))) == []
+        enough = load(text, orchestrator__max_inflight=15, orchestrator__group_size=5, orchestrator__batch_size=15)
+        assert await asyncio.to_thread(preflight._remote, enough) == []

@@ -99,6 +99,12 @@ def test_without_the_token_every_request_is_401_and_changes_nothing(there, serve
     assert server.counters["refused"] == 6
 
 
+def test_a_wrong_token_is_told_to_whoever_sends_much(there, server):
+    handles = [there.put(b"x")] * 30_000
+    with Client("0" * 32) as client, pytest.raises(NodeError, match="401 Unauthorized"):
+        client.call(server.url, "fetch", handles=handles, nodes={}, reader=0, wait_s=0.0)
+
+
 def test_foreign_and_forged_ids_are_404_freed_ones_410_and_nothing_is_listed(there, here, ask):
     handle, foreign = there.put(b"x"), here.put(b"y")
     forged = Handle(handle[:-1] + bytes([handle[-1] ^ 1]))

@@ -33,6 +33,7 @@ def main(file, rank, step):
         step=step,
         phase="saved" if step else "new",
         report=None,
+        sender=None,
     )
     state = {}
     with Arena.attach(tree.arena.address, reader=rank) as arena:

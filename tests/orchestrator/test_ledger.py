@@ -5,7 +5,7 @@ import pytest
 from shmrl.arena import Arena
 from shmrl.errors import LostPayload
 from shmrl.orchestrator.ledger import Ledger
-from shmrl.payload import assemble
+from shmrl.payload import assemble, read_header, read_tokens
 from shmrl.types import Handle, MicroBatch
 from tests.orchestrator.fakes import sample
 
@@ -95,6 +95,21 @@ def test_a_block_of_two_retained_steps_is_freed_when_the_last_is_let_go(arena, w
     ledger.let_go(2)
     assert counts(arena) == (0, 2, 2)
     assert ledger.close() == {}
+
+
+def test_a_group_of_16_with_a_prompt_of_30_000_stores_46_000_rows_and_frees_it_with_the_last(arena, worker):
+    ledger = Ledger(arena, num_ranks=1)
+    prompt = sample(worker, "t/a/g/0", T=30_000, S=0)
+    group = [sample(worker, f"t/a/g/{i}", T=31_000, S=1000, prefix=(prompt, 30_000)) for i in range(16)]
+    handles = {handle for one in group for handle in one.handles}
+    assert sum(read_header(arena, handle).tokens_here for handle in handles) == 46_000
+    for i, one in enumerate(group):
+        ledger.adopt([one], f"t/a/g/{i}")
+    ledger.release(group[:15])
+    assert (list(ledger.open()), counts(arena)) == (list(group[15].handles), (2, 17, 15))
+    assert len(read_tokens(arena, group[15])) == 31_000
+    ledger.release(group[15:])
+    assert counts(arena) == (0, 17, 17)
 
 
 def test_truncation_gives_back_what_only_the_rest_used(arena, worker):

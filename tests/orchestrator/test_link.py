@@ -26,8 +26,9 @@ class Rank:
     async def say(self, **message):
         await self.socket.send(wire.pack(message))
 
-    async def hello(self, rank, world=1, token=TOKEN, step=0, phase="new", report=None):
-        await self.say(kind="hello", rank=rank, world=world, token=token, step=step, phase=phase, report=report)
+    async def hello(self, rank, world=1, token=TOKEN, step=0, phase="new", report=None, sender=None):
+        stands = {"step": step, "phase": phase, "report": report, "sender": sender}
+        await self.say(kind="hello", rank=rank, world=world, token=token, **stands)
 
     async def hear(self):
         return wire.unpack(await asyncio.wait_for(self.socket.recv(), 10))
@@ -248,3 +249,17 @@ async def test_whoever_starts_from_before_the_warm_up_again_is_refused(link_of):
 async def test_an_address_that_cannot_be_bound_says_so(tmp_path):
     with pytest.raises(RunError, match="cannot bind"):
         TrainerLink(f"ipc://{tmp_path}/{'x' * 120}/trainer.sock", 1, None, ShippedSteps(tmp_path / "steps"))
+
+
+async def test_rank_0_says_where_it_broadcasts_weights_also_after_it_came_back(link_of):
+    link, connect = link_of(2)
+    asking = asyncio.ensure_future(link.sender())
+    await connect().hello(1, world=2, sender=None)
+    await connect().hello(0, world=2, sender=4321)
+    assert await asyncio.wait_for(asking, 10) == 4321
+    await link.hellos(10)
+    again = connect()
+    await again.hello(0, world=2, sender=4322)
+    await again.say(kind="published", version=0, path="/w")  # what comes after it
+    await link.published(0)
+    assert await link.sender() == 4322

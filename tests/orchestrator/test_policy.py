@@ -10,15 +10,22 @@ from shmrl.orchestrator.policy import Policy
 from tests.support.fake_vllm import FakeVllm, run_on
 
 
+class Link:
+    """What a policy asks of the link to the ranks: where rank 0 broadcasts weights."""
+
+    async def sender(self):
+        return 4321
+
+
 @pytest.fixture
 async def policy(tmp_path):
-    """policy(engine, **flags): a Policy of a run on this engine."""
+    """policy(*engines, **flags): a Policy of a run on these engines."""
     clients = []
 
-    def build(engine, **flags):
-        tree = run_on(tmp_path, engine.url, **flags)
-        clients.append(EngineClient([engine.url], timeout_s=20))
-        return Policy(clients[-1], tree)
+    def build(*engines, **flags):
+        tree = run_on(tmp_path, *(engine.url for engine in engines), **flags)
+        clients.append(EngineClient([engine.url for engine in engines], timeout_s=20))
+        return Policy(clients[-1], tree, Link())
 
     yield build
     for client in clients:
@@ -96,3 +103,28 @@ async def test_the_engine_sleeps_while_a_step_is_trained_on_its_accelerator(poli
         engine.calls.clear()
         await apart.leave_accelerator()
         assert engine.calls == []
+
+
+async def test_with_broadcast_every_engine_receives_from_rank_0_before_any_is_paused(policy):
+    async with FakeVllm() as one, FakeVllm() as two:
+        made = policy(one, two, inference__weight_transfer="broadcast")
+        await made.reach(10)
+        initial = str(made._tree.initial_weights)
+        assert one.loaded == two.loaded == [f"/received{initial}"]  # what is probed is the way that steps will take
+        for engine in (one, two):
+            engine.calls.clear()
+        await made.serve("/w/step_1", 1)
+    for rank, engine in enumerate((one, two), 1):
+        assert engine.transfers == [("127.0.0.1", 4321, path, rank, 3) for path in (initial, "/w/step_1")]
+        assert engine.loaded[-1] == "/received/w/step_1"
+        assert engine.calls[:3] == ["/collective_rpc", "/pause?mode=keep", "/collective_rpc"]
+        assert engine.label == "1"
+
+
+async def test_a_broadcast_that_fails_pauses_nobody(policy):
+    async with FakeVllm() as one, FakeVllm() as two:
+        made = policy(one, two, inference__weight_transfer="broadcast")
+        two.refuses = "OSError: no room"
+        with pytest.raises(EngineError, match=f"{two.url}: shmrl_receive_weights: OSError: no room"):
+            await made.serve("/w/step_1", 1)
+        assert one.calls == two.calls == ["/collective_rpc"]

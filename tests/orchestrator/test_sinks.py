@@ -103,8 +103,27 @@ def test_what_is_too_long_is_cut_by_count(tmp_path, arena, worker, parts):
     p = parts(tree(tmp_path, batch_size=2, group_size=2, seq_len=16), [Client(worker)])
     p.sink.add(group_of(p, worker, [1.0, 0.0], T=20, S=12))
     batch = p.sink.cut(1)
-    assert [(s.T, s.S) for s in batch.samples] == [(16, 12), (16, 12)]
+    assert [(s.T, s.S) for s in batch.samples] == [(16, 8), (16, 8)]
     p.ledger.release(batch.samples)
+
+
+def test_what_is_cut_away_and_what_has_nothing_left_to_train_is_given_back(tmp_path, arena, worker, parts):
+    """Prompts of 20 tokens where 16 fit; and a block of rows that all lie behind the cut."""
+    p = parts(tree(tmp_path, batch_size=2, group_size=2, seq_len=16), [Client(worker)])
+    p.sink.add(group_of(p, worker, [1.0, 0.0], T=30, S=10))
+    assert arena.stats()["blocks"] == 0
+    assert p.episodes.take_counts()["filtered"] == 2
+    assert p.sink.cut(1) is None
+    group = group_of(p, worker, [1.0, 0.0], T=18, S=8, number=1)
+    longer = sample(worker, "t/a/a-1/0", T=24, S=14, prefix=(group.results[0].samples[0], 16))
+    p.ledger.adopt([longer], "t/a/a-1/0")
+    group.results[0] = EpisodeResult(True, "task1", reward=1.0, samples=(*group.results[0].samples, longer))
+    p.sink.add(group)
+    batch = p.sink.cut(1)
+    assert [(s.T, s.S, len(s.handles)) for s in batch.samples] == [(16, 6, 1), (16, 6, 1), (16, 6, 1)]
+    assert arena.stats()["blocks"] == 2
+    p.ledger.release(batch.samples)
+    assert arena.stats()["blocks"] == 0
 
 
 def test_a_sample_without_sampled_tokens_is_released(tmp_path, arena, worker, parts):

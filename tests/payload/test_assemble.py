@@ -102,7 +102,7 @@ def test_every_cut(arena, n):
     check(batch, n, other)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.lists(st.booleans(), min_size=1, max_size=80), st.floats(0, 1)), min_size=1, max_size=4))
 def test_any_turns_any_cuts(arena, drawn):
     branches = [make(len(loss), 0, salt=i, loss=loss) for i, (loss, _) in enumerate(drawn)]

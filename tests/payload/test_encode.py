@@ -1,5 +1,9 @@
 """What a block holds, what a reference costs, and rows stored once for several branches."""
 
+import base64
+import io
+from types import SimpleNamespace
+
 import msgpack
 import numpy as np
 import pytest
@@ -7,6 +11,8 @@ import pytest
 from shmrl.errors import LostPayload, PayloadError
 from shmrl.payload import (
     Branch,
+    BranchBuilder,
+    Routing,
     encode,
     micro_batches_from_wire,
     micro_batches_to_wire,
@@ -221,3 +227,65 @@ def test_raw_and_processed_sources_are_refused_at_packing(arena):
     processed = encode(arena, make(9, 3, salt=1, meta={"logprobs_mode": "processed"}), tag="run1/code/g/e")
     with pytest.raises(PayloadError, match="logprobs mode differs: 'raw' in s0/g/e, 'processed' in s1/g/e"):
         pack([raw, processed], seq_len=64, num_ranks=1)
+
+
+def answered(prompt, sampled, rows, start=0):
+    """An engine's answer with the rows of prompt and sampled tokens from `start` on."""
+    npy = io.BytesIO()
+    np.save(npy, rows[start : len(prompt) + len(sampled) - 1])
+    text = base64.b64encode(npy.getvalue()).decode()
+    return SimpleNamespace(
+        token_ids=sampled, logprobs=[-0.5] * len(sampled), routed_experts=text, weight_versions=[], sampling_mask=None
+    )
+
+
+def conversation(rows, starts=(0, 3)):
+    """Two turns, 4 + 3 and 2 + 2 tokens; the second answer begins where it is told."""
+    builder = BranchBuilder(num_experts=8, layers=range(rows.shape[1]), top_k=rows.shape[2])
+    builder.add_turn([1, 2, 3, 4], answered([1, 2, 3, 4], [5, 6, 7], rows, starts[0]))
+    second = list(range(1, 10))
+    builder.add_turn(second, answered(second, [10, 11], rows, starts[1]))
+    return builder
+
+
+def stored_routing(arena, handle):
+    with arena.get(handle, field="routing") as view:
+        return np.frombuffer(view, np.uint8).reshape(-1, 3, 2).copy()
+
+
+@pytest.mark.parametrize("starts", [(0, 6), (0, 3), (0, 0)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, ">u2"])
+def test_what_engines_answered_is_decoded_into_the_block(arena, starts, dtype):
+    """Rows that are there already are skipped, wherever an answer begins; wider types are narrowed."""
+    rows = routes(11, L=3, K=2)
+    sample = encode(arena, conversation(rows.astype(dtype), starts).branch({}), tag=TAG)
+    assert np.array_equal(stored_routing(arena, sample.handles[0]), rows[:10])
+    whole = encode(arena, conversation(rows.astype(dtype), starts).branch({}), tag=TAG, prefix=(sample, 5))
+    assert np.array_equal(stored_routing(arena, whole.handles[-1]), rows[5:10])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda rows: rows.__setitem__((8, 1, 0), 9), r"id 9 at token 8, layer slot 1, column 0 is outside \[0, 8\)"),
+        (lambda rows: rows.__setitem__((2, 0), 3), "id 3 at token 2, layer slot 0, column 1 repeats"),
+    ],
+)
+def test_ids_found_wrong_in_the_block_give_it_back(arena, bad, message):
+    rows = routes(11, L=3, K=2).astype(np.uint8)
+    bad(rows)
+    branch = conversation(rows).branch({})
+    with pytest.raises(PayloadError, match=message):
+        encode(arena, branch, tag=TAG)
+    with pytest.raises(PayloadError, match=message):
+        np.asarray(branch.rows["routing"].values)
+    assert arena.stats()["blocks"] == 0
+
+
+def test_stitched_rows_are_of_the_branchs_model(arena):
+    routing = Routing(num_experts=8, layers=[0])
+    routing.add(routes(3, L=1, K=2), start=0)
+    tokens, loss, logprobs = [1, 2, 3], [0, 1, 1], [0.0, -0.1, -0.2]
+    assert Branch(tokens, loss, logprobs, routing=routing.stitch(3), num_experts=8).R == 3
+    with pytest.raises(PayloadError, match="rows of 8 experts for 16"):
+        Branch(tokens, loss, logprobs, routing=routing.stitch(3), num_experts=16)

@@ -12,6 +12,7 @@ import pytest
 
 from shmrl.errors import PayloadError
 from shmrl.payload import BranchBuilder
+from shmrl.payload.forms import engine_rows
 from shmrl.payload.ingest import head_rows, logprobs_content, mask_from_logprobs, mask_rows, routed_experts
 from tests.payload.branches import routes
 
@@ -46,6 +47,31 @@ def test_every_form_gives_the_same_rows():
         got, where = routed_experts(value, layers=48, top_k=8)
         assert where == start
         assert np.array_equal(got, rows)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 101])
+def test_any_rows_are_decoded_into_any_place(columns):
+    """Groups of three bytes are cut at either end, and a .npy's header is not a whole number of them."""
+    rows = np.arange(7 * columns).astype(np.uint8).reshape(7, columns, 1)
+    for value in (npy(rows), {"data": raw(rows, "u1"), "shape": rows.shape, "dtype": "u1"}):
+        encoded, _ = engine_rows(value)
+        for first in range(8):
+            for last in range(first, 8):
+                out = np.full((last - first + 2, columns, 1), 255, np.uint8)
+                encoded.into(out[1:-1], first)
+                assert np.array_equal(out[1:-1], rows[first:last])
+                assert (out[[0, -1]] == 255).all()
+
+
+@pytest.mark.parametrize("at", [0, 3, 30, 57])
+@pytest.mark.parametrize("character", ["!", "=", "\u00e4"])
+def test_a_bad_character_is_an_error_where_rows_are_read(at, character):
+    rows = np.arange(44, dtype=np.uint8).reshape(11, 4, 1)
+    text = raw(rows, "u1")
+    value = {"data": text[:at] + character + text[at + 1 :], "shape": rows.shape, "dtype": "u1"}
+    with pytest.raises(PayloadError, match=f"routing: not base64: {len(text)} characters, stopped at") as caught:
+        engine_rows(value)[0].rows()
+    assert at - 3 <= caught.value.position <= at + 3
 
 
 def test_long_base64():

@@ -98,7 +98,7 @@ def test_nothing_to_pack():
     assert pack([], seq_len=100, num_ranks=2) == [[], []]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 64), st.booleans(), st.booleans()), max_size=40),
     ranks=st.integers(1, 5),

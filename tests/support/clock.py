@@ -3,7 +3,7 @@
 import time
 
 
-def wait_until(condition, timeout_s=10.0, what="the condition"):
+def wait_until(condition, timeout_s=30.0, what="the condition"):
     """The first true value of `condition()`; AssertionError naming `what` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -11,6 +11,7 @@ import numpy as np
 from aiohttp import web
 
 from shmrl.config import RunTree, load_run
+from shmrl.inference.client import RECEIVE_METHOD
 from tests.support.fake_engine import FakeEngine, Oracle
 
 MODEL = {
@@ -74,6 +75,8 @@ class FakeVllm(FakeEngine):
         self.max_logprobs, self.dense = max_logprobs, dense
         self.label, self.scored_by = "default", 0
         self.calls: list[str] = []
+        self.refuses = ""  # why it receives no weights
+        self.transfers: list[tuple[Any, ...]] = []  # (host, port, path, rank, world) of every broadcast to receive
 
     def app(self) -> web.Application:
         app = super().app()
@@ -164,6 +167,11 @@ class FakeVllm(FakeEngine):
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if body["method"] == RECEIVE_METHOD:
+            host, port, _, path, *members = body["args"]
+            self.transfers.append((host, int(port), path, *map(int, members)))
+            answer = {"error": self.refuses} if self.refuses else {"files": [f"/received{path}"]}
+            return web.json_response({"results": [answer, {}]})
         path = body["args"][0]
         self.loaded.append(path)
         if "broken" in path:

@@ -16,6 +16,7 @@ from shmrl.config import dump_toml
 from shmrl.config.rundir import latest_checkpoint
 from shmrl.config.tables import Restarts
 from shmrl.errors import RunError
+from shmrl.inference.vllm.plugin.shmrl_broadcast import receive
 from shmrl.trainer.checkpoint import checkpoint_dir
 from shmrl.trainer.loop import RankLoop
 from shmrl.trainer.parallel import Ranks
@@ -222,6 +223,25 @@ def test_what_a_warm_up_made_is_there_after_a_restart(make_tree, arena, branches
     shutil.rmtree(tree.weights_dir(0))
     run_rank(tree, True, lambda: begin(orchestrator.greet()[0], {"groups": 3}))
     assert torch.equal(weights_of(tree.weights_dir(0)), warmed)
+
+
+def test_rank_0_broadcasts_what_it_has_published(make_tree, orchestrate, run_rank):
+    tree = make_tree()
+    inference = tree.inference.model_copy(update={"backend": "vllm", "weight_transfer": "broadcast"})
+    tree = tree.model_copy(update={"inference": inference})
+    orchestrator = orchestrate(tree)
+
+    def part():
+        port = orchestrator.greet()[0]["sender"]
+        orchestrator.tell(kind="begin", version=0, state={})
+        path = orchestrator.expect("published")["path"]
+        (received,) = receive("127.0.0.1", port, "transfer", path, 1, 2, torch.device("cpu"))
+        (file,) = tree.initial_weights.glob("*.safetensors")
+        with os.fdopen(received, "rb") as arrived:
+            assert arrived.read() == file.read_bytes()
+        orchestrator.tell(kind="finish")
+
+    run_rank(tree, False, part)
 
 
 def test_messages_out_of_order_stop_the_rank(make_tree, arena, branches, orchestrate, run_rank):

@@ -8,6 +8,7 @@ import torch
 
 from benches.rollouts import rollouts
 from shmrl.errors import RunError
+from shmrl.payload import Branch
 from shmrl.trainer.losses import LossOutput
 from shmrl.trainer.models import load_policy
 from shmrl.trainer.step import Stepper
@@ -172,6 +173,19 @@ def test_missing_routing_stops_the_run(make_tree, ranks, arena, branches):
     (micro_batches,) = ship(arena, samples, ranks=1)
     with pytest.raises(RunError, match="has no routing, which this run trains with"):
         stepper(make_tree(sampling={"max_tokens": 24}, head=0), ranks, arena).run(1, micro_batches, lr=0.0)
+    retire(arena, samples, 1)
+
+
+def test_tokens_without_a_route_are_fed_and_counted(make_tree, ranks, arena, branches):
+    """An episode that nothing is trained on may come without routing; its tokens, but for the last, are counted."""
+    routed = put(arena, branches[:2])
+    plain = Branch(branches[2].tokens, branches[2].loss_mask & False, branches[2].logprobs * 0, meta=branches[2].meta)
+    samples = [*routed, *put(arena, [plain])]
+    ((batch,),) = ship(arena, samples, ranks=1)
+    metrics = stepper(make_tree(), ranks, arena).run(1, [batch], lr=0.0)
+    fed = sum(sample.T for sample in samples)
+    assert metrics["payload/routing_missing_fraction"] == pytest.approx((plain.T - 1) / fed)
+    assert metrics["payload/dropped_micro_batches"] == 0.0
     retire(arena, samples, 1)
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from shmrl.config import RunTree
 from shmrl.config.shape import ModelShape, read_shape
@@ -23,8 +26,11 @@ PROBE_TOKENS = 32
 LIMIT = {"float32": 1e-3, "bfloat16": 2e-2}  # nats; a reload that went wrong is off by tenths
 
 
-async def greet(client: EngineClient, tree: RunTree) -> bool:
-    """Whether sampling masks have to be derived; EngineError where an engine cannot serve this run."""
+async def greet(client: EngineClient, tree: RunTree, sender: int | None = None) -> bool:
+    """Whether sampling masks have to be derived; EngineError where an engine cannot serve this run.
+
+    sender: the port where trainer rank 0 broadcasts weights, if they are handed over so.
+    """
     shape = read_shape(json.loads((tree.initial_weights / "config.json").read_text()))
     ids = random.Random(0).choices(range(shape.vocab), k=min(PROBE_TOKENS, tree.inference.max_model_len - 2))
     derive = False
@@ -33,7 +39,7 @@ async def greet(client: EngineClient, tree: RunTree) -> bool:
             raise EngineError(f"{url}: vLLM {version} is older than {'.'.join(map(str, OLDEST))}")
         async with EngineClient([url], timeout_s=tree.inference.request_timeout_s) as one:
             derive |= await _check_fields(one, tree, shape, ids, version)
-        await check_reload(client, url, tree, ids)
+    await check_reload(client, tree, ids, sender)
     return derive
 
 
@@ -64,26 +70,33 @@ def _ingest(tree: RunTree, shape: ModelShape, ids: list[int], answer: Any, sampl
     masks = "mask" in tree.captured
     builder = BranchBuilder(**routing, head_k=tree.trainer.head, mask=masks, vocab=shape.vocab)
     builder.add_turn(ids, answer)
-    builder.branch({key: sampling[key] for key in ("top_p", "top_k", "min_p")} if masks else {})
+    branch = builder.branch({key: sampling[key] for key in ("top_p", "top_k", "min_p")} if masks else {})
+    for rows in branch.rows.values():
+        np.asarray(rows.values)  # stitched routing is decoded and checked when it is read
 
 
-async def check_reload(client: EngineClient, url: str, tree: RunTree, ids: list[int]) -> None:
+async def check_reload(client: EngineClient, tree: RunTree, ids: list[int], sender: int | None = None) -> None:
     """Load the weights that are served once more: a prompt must score as before. EngineError with both scores.
 
     Some versions answer 200 to a reload and compute with weights that are neither the old nor the new ones.
     """
     path = tree.newest_weights
-    before = await client.prompt_logprobs(url, ids)
+    before = {url: await client.prompt_logprobs(url, ids) for url in client.urls}
     try:
-        await client.call_workers(url, LOAD_METHOD, str(path))
+        for url, files in (await client.weight_files(str(path), sender)).items():
+            await client.call_workers(url, LOAD_METHOD, *files)
     except EngineError as error:
         raise EngineError(
             f"{error}; an engine that someone else starts needs VLLM_SERVER_DEV_MODE=1, PYTHONPATH={PLUGIN} and "
             f"--worker-extension-cls {EXTENSION}"
         ) from error
-    after = await client.prompt_logprobs(url, ids)
+    for url in client.urls:
+        _compare(url, path, before[url], await client.prompt_logprobs(url, ids), LIMIT[tree.inference.dtype])
+
+
+def _compare(url: str, path: Path, before: list[float], after: list[float], limit: float) -> None:
     worst = max(abs(a - b) for a, b in zip(before, after, strict=True))
-    if not worst <= LIMIT[tree.inference.dtype]:
+    if not worst <= limit:
         at = max(range(len(before)), key=lambda i: abs(before[i] - after[i]))
         raise EngineError(
             f"{url}: after loading {path}, which it should have served already, token {at + 1} of a probe has log-"

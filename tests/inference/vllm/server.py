@@ -1,4 +1,4 @@
-"""A real vLLM with a tiny model in float32, started as a run starts it, for the interop tests.
+"""A real vLLM with a small model in float32, started as a run starts it, for the interop tests.
 
 `SHMRL_VLLM_PYTHON` names the interpreter that has vLLM (`.ci/run interop` makes one).
 """
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shmrl.config import RunTree, TinyModel, load_run
-from shmrl.inference.embedded.tiny import write_tiny
 from tests.support.runs import free_ports
 
 SHAPE = TinyModel(head_dim=32, vocab=512, initializer_range=0.2)  # 0.2: routes and logits are not degenerate
@@ -46,10 +45,9 @@ def vllm_python() -> str:
 
 
 @contextmanager
-def serving(directory: Path) -> Iterator[RunTree]:
+def serving(directory: Path, model: Path) -> Iterator[RunTree]:
     """`shmrl inference` with a vLLM of its own, until the end; the run's tree, whose first url answers when ready."""
-    write_tiny(SHAPE, directory / "model", seed=0)
-    (directory / "run.toml").write_text(f'{TEXT}\n[model]\npath = "{directory}/model"\n')
+    (directory / "run.toml").write_text(f'{TEXT}\n[model]\npath = "{model}"\n')
     flags = {
         "run.output-dir": str(directory / "out"),
         "inference.port": str(free_ports(1)),

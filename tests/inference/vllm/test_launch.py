@@ -91,6 +91,10 @@ def test_the_device_must_be_the_one_vllm_was_built_for(load):
         ),
         ({"inference__urls": '["http://a:1"]'}, r"\[inference\.vllm\] are for an engine started here, and urls names"),
         ({"inference__backend": "embedded"}, r"\[inference\.vllm\]: only with backend = 'vllm'"),
+        (
+            {"inference__weight_transfer": "broadcast", "inference__colocate": "true"},
+            r"'broadcast': only with backend = 'vllm', and without colocate",
+        ),
     ],
 )
 def test_keys_that_cannot_be(load, flags, message):
@@ -108,6 +112,10 @@ def test_weights_go_through_shared_memory_only_where_the_engine_is_on_this_host(
     far = load_run([ROOT / "configs" / "reverse-text.toml", tmp_path / "far.toml"], {})
     assert far.shared_weights is None
     assert far.published_dir(3) == far.weights_dir(3)
+    sent = load_run(
+        [ROOT / "configs" / "reverse-text.toml", tmp_path / "far.toml"], {"inference.weight-transfer": "broadcast"}
+    )
+    assert sent.published_dir(3) == sent.shared_weights / "step_3"  # rank 0 reads them there
 
 
 def test_an_engine_starts_with_the_newest_version(load, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """The file that runs inside vLLM's workers, without vLLM: what it loads, and what it refuses to touch."""
 
+import itertools
+import os
 import re
 import shutil
 import sys
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 from shmrl.inference.vllm.launch import PLUGIN
 
 sys.path.insert(0, str(PLUGIN))
+import shmrl_broadcast as broadcast
 import shmrl_vllm_worker as plugin
 
 WEIGHTS = {"embed.weight": torch.arange(12.0).reshape(4, 3), "norm.weight": torch.ones(3)}
@@ -37,8 +40,9 @@ class Worker(plugin.ShmrlWorker):
     """A worker whose model keeps what it is given; `broken` reloads fail half-way."""
 
     def __init__(self, served):
-        self.weights, self.broken, self.rank = dict(plugin.read_tensors(served)), 0, 0
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model=str(served)))
+        self.weights, self.broken, self.rank, self.local_rank = dict(plugin.read_tensors([served])), 0, 0, 0
+        parallel = SimpleNamespace(data_parallel_size=1)
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model=str(served)), parallel_config=parallel)
         self.model_runner = SimpleNamespace(device=torch.device("cpu"))
 
     def _shmrl_reload(self, weights):
@@ -49,7 +53,7 @@ class Worker(plugin.ShmrlWorker):
                 raise MemoryError("no room")
 
     def same_as(self, directory):
-        return all(torch.equal(self.weights[name], tensor) for name, tensor in plugin.read_tensors(directory))
+        return all(torch.equal(self.weights[name], tensor) for name, tensor in plugin.read_tensors([directory]))
 
 
 def test_a_directory_is_loaded_whole(checkpoint):
@@ -101,3 +105,34 @@ def test_a_reload_that_fails_half_way_brings_the_last_whole_version_back(checkpo
     worker.shmrl_load_weights(str(second))
     worker.broken = 2
     assert re.search("did not come back either .*stop this engine", worker.shmrl_load_weights(str(second))["error"])
+
+
+def test_received_files_are_loaded_and_kept_until_others_were(checkpoint):
+    """The last whole version is what a reload that fails brings back, so its memory is held; nothing else is."""
+    worker, sender, numbers = Worker(checkpoint("served")), broadcast.Sender(torch.device("cpu")), itertools.count()
+
+    def update(directory):
+        transfer = (f"transfer-{next(numbers)}", str(directory), "1", "2")
+        files = worker.shmrl_receive_weights("127.0.0.1", str(sender.port), *transfer)["files"]
+        return worker.shmrl_load_weights(*files)
+
+    first, second = (checkpoint(name, embed__weight=torch.full((4, 3), float(name))) for name in ("1", "2"))
+    assert update(first)["tensors"] == 2
+    assert worker.same_as(first)
+    worker.broken = 1
+    assert update(second)["error"] == "MemoryError: no room"
+    assert worker.same_as(first)
+    assert update(second)["tensors"] == 2
+    assert worker.same_as(second)
+    assert "lacks 1 tensors" in update(checkpoint("other", norm__weight=None))["error"]
+    assert worker.same_as(second)
+    assert "none has no" in worker.shmrl_receive_weights("127.0.0.1", str(sender.port), "t", "/none", "1", "2")["error"]
+    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in worker._shmrl_received.values()]
+    assert [name.split()[0] for name in held] == [f"/memfd:shmrl-weights-model-{i}.safetensors" for i in (0, 1)]
+    worker.rank = worker.local_rank = 1  # the other workers of an engine map what the first one received
+    assert worker.shmrl_receive_weights("127.0.0.1", "0", "t", "/none", "1", "2").keys() == {"seconds"}
+    worker.local_rank = 0
+    assert "engines on one machine" in worker.shmrl_receive_weights("127.0.0.1", "0", "t", "/none", "1", "2")["error"]
+    sender.close()
+    for descriptor in worker._shmrl_received.values():
+        os.close(descriptor)

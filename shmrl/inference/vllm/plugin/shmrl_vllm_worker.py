@@ -15,26 +15,39 @@ import json
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
 class ShmrlWorker:
-    """Mixed into vLLM's Worker by --worker-extension-cls; `model_runner` and `vllm_config` are the worker's."""
+    """Mixed into vLLM's Worker by --worker-extension-cls; the first four attributes are the worker's."""
 
     model_runner: Any
     vllm_config: Any
-    _shmrl_loaded: Path | None = None  # the last directory that was loaded whole
+    rank: int
+    local_rank: int
+    _shmrl_loaded: list[Path] | None = None  # what was loaded whole last
+    _shmrl_received: Mapping[Path, int] = MappingProxyType({})  # files in this worker's memory, and their descriptors
 
-    def shmrl_load_weights(self, path: str) -> dict[str, Any]:
-        """Load every *.safetensors of a checkpoint directory (Hugging Face names), mapped, not read.
+    def shmrl_load_weights(self, *paths: str) -> dict[str, Any]:
+        """Load *.safetensors (Hugging Face names), or every one of a checkpoint directory, mapped, not read.
 
         Refused before anything changes if a name, type or shape is not the served checkpoint's, or a file is cut short.
         """
-        return self._shmrl_guarded(lambda: self._shmrl_load(Path(path)))
+        return self._shmrl_guarded(lambda: self._shmrl_load([Path(path) for path in paths]))
+
+    def shmrl_receive_weights(
+        self, host: str, port: str, name: str, path: str, rank: str, world: str
+    ) -> dict[str, Any]:
+        """Receive the files of a directory on trainer rank 0's machine, as member `rank` of transfer `name`.
+
+        The first worker's part; it answers {"files": [path]}, which every worker of this engine can load.
+        """
+        return self._shmrl_guarded(lambda: self._shmrl_receive(host, int(port), name, path, int(rank), int(world)))
 
     # ----------------------------------------------------------------------------------------------------------- load
 
@@ -45,25 +58,43 @@ class ShmrlWorker:
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def _shmrl_load(self, directory: Path) -> dict[str, Any]:
-        header = read_headers(directory)
+    def _shmrl_load(self, paths: list[Path]) -> dict[str, Any]:
+        header = read_headers(paths)
         served = Path(self.vllm_config.model_config.model)
         if served.is_dir():
-            check_same(header, read_headers(served), directory)
+            check_same(header, read_headers([served]), paths[0])
         try:
-            self._shmrl_reload(read_tensors(directory))
+            self._shmrl_reload(read_tensors(paths))
         except Exception as error:
-            before = self._shmrl_loaded or served
+            before = self._shmrl_loaded or [served]
             try:
                 read_headers(before)  # it may be gone by now, and nothing at all must not pass for weights
                 self._shmrl_reload(read_tensors(before))
             except Exception as worse:
                 raise RuntimeError(
-                    f"{error}; the weights of {before} did not come back either ({worse}): stop this engine"
+                    f"{error}; the weights of {before[0]} did not come back either ({worse}): stop this engine"
                 ) from worse
             raise
-        self._shmrl_loaded = directory
+        self._shmrl_loaded = paths
         return {"tensors": len(header)}
+
+    def _shmrl_receive(self, host: str, port: int, name: str, path: str, rank: int, world: int) -> dict[str, Any]:
+        if self.local_rank != self.rank or self.vllm_config.parallel_config.data_parallel_size > 1:
+            raise ValueError(
+                "a broadcast reaches engines on one machine without data parallelism: start one per replica"
+            )
+        if self.rank:
+            return {}
+        import shmrl_broadcast  # type: ignore[import-not-found]  # beside this file
+
+        for file in self._shmrl_received.keys() - set(self._shmrl_loaded or ()):
+            os.close(self._shmrl_received[file])
+        kept = {file: fd for file, fd in self._shmrl_received.items() if file in (self._shmrl_loaded or ())}
+        self._shmrl_received = kept
+        arrived = shmrl_broadcast.receive(host, port, name, path, rank, world, self.model_runner.device)
+        files = {Path(f"/proc/{os.getpid()}/fd/{descriptor}"): descriptor for descriptor in arrived}
+        self._shmrl_received = {**kept, **files}
+        return {"files": [str(file) for file in files]}
 
     def _shmrl_reload(self, weights: Iterable[tuple[str, Any]]) -> None:
         from vllm.config import set_current_vllm_config
@@ -81,15 +112,20 @@ class ShmrlWorker:
 # ------------------------------------------------------------------------------------------------- files of tensors
 
 
-def read_headers(directory: Path) -> Header:
-    """{name: (dtype, shape)} of every tensor in a directory; ValueError where a file is not whole."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{directory} has no *.safetensors")
+def read_headers(paths: Iterable[Path]) -> Header:
+    """{name: (dtype, shape)} of every tensor in files, or in directories of them; ValueError where one is not whole."""
     found: Header = {}
-    for file in files:
-        found.update(_read_header(file))
+    for path in paths:
+        files = _files(path)
+        if not files:
+            raise ValueError(f"{path} has no *.safetensors")
+        for file in files:
+            found.update(_read_header(file))
     return found
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(path.glob("*.safetensors"))
 
 
 def _read_header(file: Path) -> Header:
@@ -120,11 +156,11 @@ def check_same(given: Header, served: Header, source: Any) -> None:
             raise ValueError(f"{source}: {name} has shape {list(shape)}, served is {list(served[name][1])}")
 
 
-def read_tensors(directory: Path) -> Iterator[tuple[str, Any]]:
+def read_tensors(paths: Iterable[Path]) -> Iterator[tuple[str, Any]]:
     """(name, tensor) of every file, mapped."""
     from safetensors import safe_open
 
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in (file for path in paths for file in _files(path)):
         with safe_open(str(file), "pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no dict
                 yield name, tensors.get_tensor(name)

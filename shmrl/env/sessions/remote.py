@@ -1,0 +1,309 @@
+"""`RemoteEnv`: sessions of a server that someone else runs, as a client, and as an environment of a run.
+
+In a run it stands in an env worker (`env.url`, or `env.id = "openenv:<url>"`), where our own loop drives it, so that
+its episodes are captured as any other. Sockets stay open from episode to episode. A session that breaks takes its
+episode with it: there is no silent new environment in the middle of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import aiohttp
+
+from shmrl.env.interface import Environment, Episode, Generated, Split, Step, converse, task_seed
+from shmrl.env.sessions.frames import CAPACITY_REACHED, EXECUTION_ERROR, VALIDATION_ERROR
+from shmrl.errors import EnvError
+from shmrl.types import Task
+
+if TYPE_CHECKING:
+    from shmrl.env.model import Model
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+CONNECT_S = 10.0
+DIALS = 4
+"""How often a server that is full, or not there, is asked; a slot may just be on its way to be free."""
+CLOSE_S = 2.0
+MAX_REPLY = 100 << 20
+SEED_MASK = (1 << 31) - 1  # numpy's generators take no more
+
+
+class Refused(EnvError):
+    """The server is full, or cannot be reached."""
+
+
+class RemoteSession:
+    """One socket, one environment. Broken after an error of the transport or a timeout; `reset` begins an episode."""
+
+    def __init__(self, url: str, socket: aiohttp.ClientWebSocketResponse, timeout_s: float | None) -> None:
+        self.url, self._socket, self._timeout_s = url, socket, timeout_s
+        self.broken = False
+        self._state: dict[str, Any] | None = None
+
+    async def reset(self, seed: int | None = None, **data: Any) -> Step:
+        """The first observation. EnvError if the environment raises, or if the session is lost."""
+        given = {key: value for key, value in {"seed": seed, **data}.items() if value is not None}
+        return _step(await self._ask({"type": "reset", "data": given}))
+
+    async def step(self, **action: Any) -> Step:
+        """The effect of an action. Example: await session.step(message="5")"""
+        return _step(await self._ask({"type": "step", "data": action}))
+
+    async def state(self) -> dict[str, Any]:
+        """What the server says of the session: step_count, tools, dataset_size..."""
+        return await self._ask({"type": "state"})
+
+    async def has(self) -> dict[str, Any]:
+        """`state` as it was at the first call: for what does not change."""
+        self._state = self._state or await self.state()
+        return self._state
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The data of the answer. Answers have no numbers: after a timeout the next one would be the wrong one."""
+        if self.broken:
+            raise EnvError(f"{self.url}: the session was lost before")
+        self.broken = True
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._socket.send_str(json.dumps(message))
+                received = await self._socket.receive()
+        except TimeoutError:
+            await self._hang_up()
+            raise EnvError(f"{self.url}: no answer to {message['type']} within {self._timeout_s:g} s") from None
+        except ConnectionError as error:
+            raise EnvError(f"{self.url}: the session is lost: {error}") from None
+        except asyncio.CancelledError:
+            await self._hang_up()
+            raise
+        if received.type is not aiohttp.WSMsgType.TEXT:
+            code = self._socket.close_code
+            raise EnvError(f"{self.url}: the session is lost, and with it its episode (closed with {code})")
+        answer = json.loads(received.data)
+        data = answer["data"]
+        if answer["type"] == "error":
+            self.broken = data.get("code") not in (VALIDATION_ERROR, EXECUTION_ERROR)
+            kind = Refused if data.get("code") == CAPACITY_REACHED else EnvError
+            raise kind(f"{self.url}: {data.get('message')} ({data.get('code')}){_errors(data)}")
+        self.broken = False
+        return data  # type: ignore[no-any-return]
+
+    async def _hang_up(self) -> None:
+        """Close without waiting for the peer, who may be stuck: the server ends the environment."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._socket.close(), 0.5)
+
+    async def close(self) -> None:
+        """End the session; the server closes its environment."""
+        if not self.broken:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                await self._socket.send_str('{"type":"close"}')
+                await asyncio.wait_for(self._socket.receive(), CLOSE_S)  # it hangs up when the slot is free
+        self.broken = True
+        await self._hang_up()
+
+
+def _step(data: dict[str, Any]) -> Step:
+    observation = data.get("observation") or {}
+    truncated = bool(observation.get("truncated"))
+    return Step(observation, data.get("reward"), bool(data.get("done")), truncated, data.get("metadata") or {})
+
+
+def _errors(data: dict[str, Any]) -> str:
+    found = data.get("errors")
+    return f": {json.dumps(found)[:500]}" if found else ""
+
+
+class RemoteEnv(Environment):
+    """Sessions of one server, or of several replicas of it in turn.
+
+    Args:
+        urls: http(s)://host:port, with the server's token as its path where it has one; or several of them.
+        action_field: the field of an action that takes the model's reply. observation_field: the field of an
+            observation that is the user's message; without it `prompt`, else the whole observation as JSON.
+        timeout_s: for one message. 0: none.
+        sessions: how many a run opens at most for training and for evaluation, for the message of a refusal.
+        seed: of the task set, which is seeds without end; with a data set on the server, its rows in turn.
+
+    Example:
+        async with RemoteEnv("http://127.0.0.1:8000").session() as session:
+            print((await session.reset(seed=1)).text, (await session.step(message="5")).reward)
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        action_field: str = "message",
+        observation_field: str | None = None,
+        timeout_s: float = 300.0,
+        sessions: Sequence[int] = (),
+        seed: int = 0,
+    ) -> None:
+        self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        self.action_field, self.observation_field = action_field, observation_field
+        self.timeout_s, self.sessions, self.seed = timeout_s or None, sessions, seed
+        self._turn = count()
+        self._http: aiohttp.ClientSession | None = None
+        self._idle: list[RemoteSession] = []
+        self._evaluating = asyncio.Lock()
+        self._evaluation: RemoteSession | None = None
+        self._complained = False
+
+    # ------------------------------------------------------------------------------------------------------ as a client
+
+    async def check(self) -> str:
+        """One line that says whether every server answers and has a session to give. EnvError if one does not."""
+        said = []
+        try:
+            for url in self.urls:
+                session = await self._dial(url)
+                state = await session.state()
+                await session.close()
+                said.append(f"{url}: ok, {json.dumps(state)}")
+        finally:
+            await self.teardown()
+        return "\n".join(said)
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[RemoteSession]:
+        """A session for a block of code."""
+        session: RemoteSession | None = None
+        try:
+            session = await self._open()
+            yield session
+        finally:
+            if session is not None:
+                await session.close()
+            if not self._idle:
+                await self.teardown()
+
+    # ------------------------------------------------------------------------------------------- as an environment
+
+    async def setup(self) -> None:
+        """Reach every server. EnvError if one does not answer; no session is opened."""
+        for url in self.urls:
+            await self._retry(partial(self._healthy, url))
+
+    async def teardown(self) -> None:
+        sessions = [*self._idle, *([self._evaluation] if self._evaluation else [])]
+        self._idle, self._evaluation = [], None
+        await asyncio.gather(*(session.close() for session in sessions))
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    def tasks(self, split: Split) -> Generated:
+        data = {"evaluation": True} if split == "eval" else {}
+        return Generated(
+            lambda i: Task(f"{split}-{i}", {"index": i, **data}, task_seed(self.seed, split, i) & SEED_MASK)
+        )
+
+    async def rollout(self, task: Task, model: Model) -> Episode:
+        """Evaluations share one session, opened at the first; every other episode under way has one of its own."""
+        if task.data.get("evaluation"):
+            async with self._evaluating:
+                if self._evaluation is None or self._evaluation.broken:
+                    self._evaluation = await self._open()
+                return await self._play(self._evaluation, task, model)
+        session = self._idle.pop() if self._idle else await self._open()
+        try:
+            return await self._play(session, task, model)
+        finally:
+            if session.broken:
+                await session.close()
+            else:
+                self._idle.append(session)
+
+    async def _play(self, session: RemoteSession, task: Task, model: Model) -> Episode:
+        data: dict[str, Any] = {"evaluation": task.data.get("evaluation")}
+        if size := (await session.has()).get("dataset_size"):
+            data["row_index"] = task.data["index"] % size
+        first = await session.reset(task.seed, **data)
+
+        async def step(reply: str) -> Step:
+            return self._said(await session.step(**{self.action_field: reply}))
+
+        return await converse(self._said(first), step, model)
+
+    def _said(self, step: Step) -> Step:
+        """The step with the observation that the model is to see."""
+        if self.observation_field is None:
+            return step
+        assert not isinstance(step.observation, str)
+        text = step.observation.get(self.observation_field)
+        if not isinstance(text, str):
+            raise EnvError(f"{self.observation_field!r} is no text of the observation {dict(step.observation)!r}"[:500])
+        return Step(text, step.reward, step.done, step.truncated, step.info)
+
+    # ------------------------------------------------------------------------------------------------------- dialling
+
+    async def _open(self) -> RemoteSession:
+        return await self._dial(self.urls[next(self._turn) % len(self.urls)])
+
+    async def _dial(self, url: str) -> RemoteSession:
+        """A session that the server has admitted. Its first refusal is told at once; after a few it is an EnvError."""
+        return await self._retry(partial(self._connect, url))
+
+    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        dials = 1
+        while True:
+            try:
+                return await attempt()
+            except Refused as error:
+                if not self._complained:
+                    log.warning("%s%s", error, self._sum())
+                    self._complained = True
+                if dials == DIALS:
+                    raise EnvError(f"{error}{self._sum()}") from None
+            await asyncio.sleep(random.uniform(0.05, 0.35) * 2**dials)
+            dials += 1
+
+    def _sum(self) -> str:
+        if not self.sessions:
+            return ""
+        train, evaluation = self.sessions
+        return (
+            f". This run opens up to {train + evaluation} sessions here: {train} (orchestrator.max_inflight) and "
+            f"{evaluation} for evaluation. Raise the server's max_concurrent_envs, or lower max_inflight"
+        )
+
+    async def _connect(self, url: str) -> RemoteSession:
+        """Connect and ask for the state: a server accepts first and refuses afterwards."""
+        try:
+            socket = await self._client().ws_connect(f"{url}/ws", max_msg_size=MAX_REPLY, compress=0)
+        except aiohttp.WSServerHandshakeError as error:
+            token = "; the URL needs the server's token as its path" if error.status == 401 else ""
+            raise EnvError(f"{url}/ws answers {error.status}{token}") from None
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Refused(f"{url} cannot be reached: {error or type(error).__name__}") from None
+        session = RemoteSession(url, socket, self.timeout_s)
+        try:
+            await session.has()
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def _healthy(self, url: str) -> None:
+        try:
+            async with self._client().get(f"{url}/health") as response:
+                if response.status >= 500:
+                    raise Refused(f"{url}/health: {response.status}")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Refused(f"{url} cannot be reached: {error or type(error).__name__}") from None
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+            self._http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        return self._http

@@ -1,0 +1,126 @@
+"""Messages that are none: a typed answer or the protocol's own close, and the next good client is served."""
+
+import contextlib
+import json
+import random
+
+import aiohttp
+import pytest
+
+from tests.env.sessions.conftest import Socket
+
+GOOD = '{"type":"step","data":{"message":"x"}}'
+CODES = {"INVALID_JSON", "UNKNOWN_TYPE", "VALIDATION_ERROR", "EXECUTION_ERROR", "SESSION_ERROR"}
+FIXED = [
+    ("", "INVALID_JSON"),
+    ("{nope", "INVALID_JSON"),
+    ('{"type":"step","data":{"message":NaN}}', "INVALID_JSON"),
+    ("[" * 100_000, "INVALID_JSON"),
+    ('{"type":"reset","data":{"seed":' + "9" * 5000 + "}}", "INVALID_JSON"),
+    ("[1,2]", "SESSION_ERROR"),
+    ("17", "SESSION_ERROR"),
+    ("{}", "UNKNOWN_TYPE"),
+    ('{"type":"frob"}', "UNKNOWN_TYPE"),
+    ('{"type":["reset"]}', "UNKNOWN_TYPE"),
+    ('{"type":"\\ud800"}', "UNKNOWN_TYPE"),
+    ('{"type":"reset","zzz":1}', "VALIDATION_ERROR"),
+    ('{"type":"reset","data":{"seed":"\\ud800"}}', "VALIDATION_ERROR"),
+    ('{"type":"reset","data":{"seed":1e400}}', "INVALID_JSON"),
+    ('{"type":"reset","data":{"seed":' + "[" * 900 + "]" * 900 + "}}", "VALIDATION_ERROR"),
+    ('{"type":"reset","data":{"seed":18446744073709551616.5}}', "VALIDATION_ERROR"),
+    ('{"type":"reset","data":{"row_index":-1}}', "VALIDATION_ERROR"),
+    ('{"type":"step"}', "VALIDATION_ERROR"),
+    ('{"type":"step","data":{"message":"x"},"request_id":"r"}', "VALIDATION_ERROR"),
+    ('{"type":"step","data":{"type":"list_tools"}}', "VALIDATION_ERROR"),
+]
+"""Texts and the code of their answer."""
+
+
+def malformed(draw: random.Random) -> str | bytes:
+    """A good message, mutilated; or bytes."""
+    if draw.random() < 0.1:
+        return draw.randbytes(draw.randrange(200))
+    text = list(GOOD)
+    for _ in range(draw.randint(1, 5)):
+        at = draw.randrange(len(text))
+        text[at : at + draw.randrange(3)] = draw.choice(["", "\\ud800", "}", '"', "\0", "[", "1e999", "\u2028", "null"])
+    return "".join(text)
+
+
+async def answered(socket: Socket, message: str | bytes) -> bool:
+    """Whether the socket still lives after one message and the answer to it."""
+    await (socket.ws.send_bytes(message) if isinstance(message, bytes) else socket.ws.send_str(message))
+    received = await socket.ws.receive(timeout=20)
+    if received.type is not aiohttp.WSMsgType.TEXT:
+        assert isinstance(message, bytes) or socket.ws.close_code in (1000, 1007, 1009)
+        return False
+    answer = json.loads(received.data)
+    code = answer["data"].get("code")
+    assert answer["type"] in ("observation", "state", "mcp") or code in CODES
+    if code == "SESSION_ERROR":
+        assert await socket.closed() == 1000
+    return code != "SESSION_ERROR"
+
+
+async def storm(client, count):
+    draw = random.Random(4)
+    socket = await client.open()
+    for _ in range(count):
+        if not await answered(socket, malformed(draw)):
+            socket = await client.open()
+    await socket.ws.close()
+    await client.free()
+
+
+async def test_known_nonsense(sessions):
+    async with sessions("TextEcho", max_concurrent_envs=1) as client:
+        socket = await client.open()
+        for text, code in FIXED:
+            await socket.ws.send_str(text)
+            kind, data = await socket.hear()
+            assert (kind, data["code"]) == ("error", code), text[:80]
+            if code == "SESSION_ERROR":
+                assert await socket.closed() == 1000
+                socket = await client.open()
+        assert (await socket.ask("step", {"message": "x"}))[0] == "observation"
+        await socket.ws.send_bytes(b"\x93\x00\x01")
+        assert (await socket.hear())[1]["message"] == "messages are texts, not binary"
+
+
+async def test_a_message_of_100_mb_is_refused_by_the_protocol(sessions):
+    async with sessions("TextEcho", max_concurrent_envs=1) as client:
+        socket = await client.open()
+        with contextlib.suppress(ConnectionError):  # it may hang up before it was sent all of it
+            await socket.ws.send_str('{"type":"' + "x" * (100 << 20))
+        await client.free(timeout_s=5)
+        assert client.server._opened == 1
+        fresh = await client.open()
+        assert (await fresh.ask("reset", {}))[0] == "observation"
+
+
+async def test_more_messages_ahead_than_anybody_needs(sessions):
+    async with sessions("TextEcho", max_concurrent_envs=1) as client:
+        socket = await client.open()
+        await socket.ws.send_str('{"type":"step","data":{"message":"sleep 60"}}')
+        for _ in range(100):
+            await socket.ws.send_str(GOOD)
+        kind, data = await socket.hear()
+        assert (kind, data["code"]) == ("error", "SESSION_ERROR")
+        assert "more than 64 messages" in data["message"]
+
+
+async def test_fifty_malformed_frames(sessions):
+    async with sessions("TextEcho", max_concurrent_envs=1) as client:
+        await storm(client, 50)
+        fresh = await client.open()
+        assert (await fresh.ask("reset", {}))[0] == "observation"
+        assert len(client.processes()) == 1
+
+
+@pytest.mark.long
+async def test_a_thousand_malformed_frames(sessions):
+    async with sessions("TextEcho", max_concurrent_envs=1) as client:
+        await storm(client, 1000)
+        fresh = await client.open()
+        assert (await fresh.ask("reset", {}))[0] == "observation"
+        assert len(client.processes()) == 1

@@ -1,0 +1,313 @@
+"""Sessions over WebSocket: exact capacity, deadlines, clients that vanish, idleness, seeds; one process each."""
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+
+import psutil
+import pytest
+
+from shmrl.errors import ConfigError, PortInUse, TasksetError, WorkerDied
+from tests.env.conftest import until
+from tests.env.sessions.conftest import serving_sessions
+from tests.env.test_server import alive
+
+
+async def test_two_hundred_racing_clients_and_sixteen_places(sessions):
+    async with sessions("TextEcho", max_concurrent_envs=16) as client:
+
+        async def connect():
+            socket = await client.open()
+            return socket, await socket.ask("reset", {"seed": 1})
+
+        outcomes = await asyncio.gather(*(connect() for _ in range(200)))
+        admitted = [socket for socket, (kind, _) in outcomes if kind == "observation"]
+        refused = [(socket, data) for socket, (kind, data) in outcomes if kind == "error"]
+        assert (len(admitted), len(refused)) == (16, 184)
+        for socket, data in refused:
+            assert data == {
+                "message": "Server at capacity: 16/16 sessions active. Cannot accept new connections.",
+                "code": "CAPACITY_REACHED",
+                "active_sessions": 16,
+                "max_sessions": 16,
+            }
+            assert await socket.closed() == 1000
+        assert len(client.processes()) == 16
+        assert (await client.facts())["active_sessions"] == 16
+        for socket in admitted:
+            await socket.ask("step", {"message": "x"})
+
+
+async def test_a_refused_client_that_says_nothing_reads_why(sessions):
+    async with sessions("TextEcho", max_concurrent_envs=1) as client:
+        one, two = await client.open(), await client.open()
+        assert (await two.hear())[1]["code"] == "CAPACITY_REACHED"
+        assert await two.closed() == 1000
+        await one.ask("reset", {})
+
+
+async def test_every_session_is_a_process_and_datasets_are_loaded_once(sessions):
+    async with sessions("GlobalSeed", max_concurrent_envs=3) as client:
+        sockets = [await client.open() for _ in range(3)]
+        for socket in sockets:
+            await socket.ask("reset", {"seed": 1})
+        assert len(client.processes()) == 3
+        title = client.processes()[0].cmdline()[0]
+        assert title.startswith("shmrl:env-session test/")
+        await sockets[0].ws.close()
+        await client.free(2)
+        assert len(client.processes()) == 2
+
+
+async def test_a_client_that_vanishes_in_a_step_of_a_minute(sessions):
+    async with sessions("TextEcho", max_concurrent_envs=1) as client:
+        socket = await client.open()
+        await socket.ask("reset", {})
+        (process,) = client.processes()
+        await socket.ws.send_str('{"type":"step","data":{"message":"sleep 60"}}')
+        socket.vanish()
+        await client.free(timeout_s=1.0)
+        assert not alive(process)
+
+
+async def test_a_hung_step_ends_at_its_deadline_and_nobody_else_notices(sessions):
+    async with sessions("TextEcho", max_concurrent_envs=2, request_timeout_s=0.5) as client:
+        hung, other = await client.open(), await client.open()
+        await other.ask("reset", {"seed": 1})
+        kind, data = await hung.ask("step", {"message": "sleep 60"})
+        assert (kind, data["code"]) == ("error", "SESSION_ERROR")
+        assert data["message"] == (
+            "no answer within 0.5 s (serve.request_timeout_s): the environment's process was killed"
+        )
+        assert await hung.closed() == 1000
+        await client.free(1)
+        assert len(client.processes()) == 1
+        assert (await other.ask("step", {"message": "x"}))[0] == "observation"
+
+
+async def test_an_idle_session_is_closed_and_never_stepped_again(sessions, tmp_path):
+    async with sessions("Recording", {"directory": str(tmp_path)}, idle_timeout_s=0.3) as client:
+        socket = await client.open()
+        await socket.ask("reset", {"seed": 1})
+        kind, data = await socket.hear()
+        assert (kind, data["code"]) == ("error", "SESSION_ERROR")
+        assert "idle for 0.3 s" in data["message"]
+        await socket.ws.send_str('{"type":"step","data":{"message":"late"}}')
+        assert await socket.closed() == 4408
+        await client.free()
+        (file,) = tmp_path.iterdir()
+        assert file.read_text() == "reset\nclose\n"
+
+
+async def test_a_step_is_no_idleness(sessions):
+    async with sessions("TextEcho", idle_timeout_s=0.2) as client:
+        socket = await client.open()
+        assert (await socket.ask("step", {"message": "sleep 0.6"}))[0] == "observation"
+
+
+async def test_the_environment_is_closed_when_its_client_leaves(sessions, tmp_path):
+    async with sessions("Recording", {"directory": str(tmp_path)}, max_concurrent_envs=2) as client:
+        polite, curt = await client.open(), await client.open()
+        for socket in (polite, curt):
+            await socket.ask("reset", {"seed": 1})
+        await polite.ws.send_str('{"type":"close"}')
+        assert await polite.closed() == 1000
+        curt.vanish()
+        await client.free()
+        assert [file.read_text() for file in tmp_path.iterdir()] == ["reset\nclose\n"] * 2
+
+
+async def test_a_process_that_dies_ends_its_session_alone(sessions):
+    async with sessions("TextEcho", max_concurrent_envs=2) as client:
+        one, two = await client.open(), await client.open()
+        await two.ask("reset", {})
+        kind, data = await one.ask("step", {"message": "exit 3"})
+        assert (kind, data["code"]) == ("error", "SESSION_ERROR")
+        assert "the environment's process (pid" in data["message"]
+        assert await one.closed() == 1000
+        assert (await two.ask("step", {"message": "x"}))[0] == "observation"
+
+
+@pytest.mark.parametrize("environment", ["TextEcho", "Threaded"])
+async def test_what_a_session_leaves_behind_ends_with_it(sessions, environment):
+    async with sessions("Littering") as client:
+        socket = await client.open()
+        _, data = await socket.ask("step", {"message": "x"})
+        litter = psutil.Process(int(data["observation"]["prompt"]))
+        assert litter.is_running()
+        (process,) = client.processes()
+        process.kill()
+        await until(lambda: not litter.is_running(), 5)
+
+
+@pytest.mark.parametrize("beside", range(3))
+async def test_eight_sessions_of_two_groups_share_problems_by_group(sessions, beside):
+    async with sessions("GlobalSeed", max_concurrent_envs=9) as client:
+        noise = await client.open()
+        sockets = [await client.open() for _ in range(8)]
+        resets = [socket.ask("reset", {"seed": 7 + index // 4}) for index, socket in enumerate(sockets)]
+        _, *answers = await asyncio.gather(noise.ask("reset", {"seed": beside}), *resets)
+        problems = [data["observation"]["prompt"] for _, data in answers]
+        assert (len(set(problems[:4])), len(set(problems[4:])), len(set(problems))) == (1, 1, 2)
+
+
+async def test_sessions_without_a_seed_differ(sessions):
+    async with sessions("GlobalSeed") as client:
+        sockets = [await client.open() for _ in range(2)]
+        first, second = [(await socket.ask("reset", {}))[1]["observation"]["prompt"] for socket in sockets]
+        assert first != second
+
+
+async def test_rows_of_a_task_set(sessions):
+    async with sessions("Rows") as client:
+        socket = await client.open()
+
+        async def prompt(**data):
+            return (await socket.ask("reset", data))[1]["observation"]["prompt"]
+
+        assert await prompt(row_index=3) == "train 3 3"
+        assert await prompt(row_index=3, evaluation=True) == "eval 3 3"
+        assert await prompt(seed=7) == "train 2 2"
+        assert (await socket.ask("state"))[1]["dataset_size"] == 5
+
+
+async def test_threads_are_not_forked(sessions, caplog):
+    with caplog.at_level(logging.INFO):
+        async with sessions("Threaded") as client:
+            one, two = await client.open(), await client.open()
+            assert (await one.ask("reset", {"seed": 3}))[0] == "observation"
+            assert (await two.ask("reset", {"seed": 3}))[0] == "observation"
+    assert "has 1 threads after loading: sessions are started afresh instead of forked" in caplog.text
+
+
+async def test_messages_sent_ahead_are_answered_in_order(sessions):
+    async with sessions("OpenEcho") as client:
+        socket = await client.open()
+        for text in ("sleep 0.1", "b", "c"):
+            await socket.ws.send_json({"type": "step", "data": {"message": text}})
+        echoed = [(await socket.hear())[1]["observation"]["echoed"] for _ in range(3)]
+        assert echoed == ["sleep 0.1", "b", "c"]
+
+
+async def test_answers_that_json_cannot_carry_are_the_environments_error(sessions):
+    async with sessions("Heavy") as client:
+        socket = await client.open()
+        kind, data = await socket.ask("step", {"message": "nan"})
+        assert (kind, data["code"]) == ("error", "EXECUTION_ERROR")
+        kind, data = await socket.ask("step", {"message": "0.5"})
+        assert (data["reward"], sorted(data["observation"]["what"])) == (0.5, [1, 2])
+
+
+async def test_a_client_that_stops_to_read_is_idle(sessions):
+    async with sessions("Heavy", idle_timeout_s=0.3) as client:
+        socket = await client.open()
+        await socket.ask("reset", {})
+        socket.ws._response.connection.transport.pause_reading()
+        await socket.ws.send_str('{"type":"step","data":{"message":"much"}}')
+        await client.free(1, 5)
+        await client.free(0, 5)
+        socket.vanish()
+
+
+async def test_more_sessions_than_open_files_are_refused(sessions, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    with pytest.raises(ConfigError, match=r"max_concurrent_envs = 1000 takes 4,256 open files, .* limit is 1,024"):
+        async with sessions("TextEcho", max_concurrent_envs=1000):
+            pass
+
+
+async def test_the_http_routes(sessions):
+    async with sessions("OpenEcho", max_concurrent_envs=1) as client:
+        assert await client.get("/health") == (200, {"status": "healthy"})
+        facts = {"alive": True, "ready": True, "active_sessions": 0, "max_sessions": 1, "restarts": 0}
+        assert await client.get("/healthz") == (200, facts)
+        _, metadata = await client.get("/metadata")
+        assert list(metadata) == [
+            "name", "description", "readme_content", "version", "author", "documentation_url",
+        ]  # fmt: skip
+        assert metadata["name"] == "OpenEcho"
+        _, schema = await client.get("/schema")
+        assert list(schema) == ["action", "observation", "state", "reset_observation"]
+        assert schema["action"]["properties"]["message"] == {"default": "", "title": "Message", "type": "string"}
+        assert await client.get("/state") == (200, {"episode_id": None, "step_count": 0})
+        status, reset = await client.get("/reset", "POST", json={"seed": 3, "episode_id": "e1", "x": 2})
+        observation = {"metadata": {"kw": {"x": 2}}, "echoed": "ready", "seed": 3}
+        expected = {"observation": observation, "reward": None, "done": False, "metadata": {"kw": {"x": 2}}}
+        assert (status, reset) == (200, expected)
+        status, step = await client.get("/step", "POST", json={"action": {"message": "hey"}, "request_id": "r1"})
+        assert (status, step["reward"], step["metadata"]) == (200, 3.0, {"n": 1})
+        status, fault = await client.get("/reset", "POST", json={"seed": -3})
+        assert (status, fault["detail"][0]["type"], fault["detail"][0]["loc"]) == (
+            422,
+            "greater_than_equal",
+            ["body", "seed"],
+        )
+        status, fault = await client.get("/step", "POST", json={"action": {"nope": 1}})
+        assert (status, fault["detail"][0]["type"], fault["detail"][0]["loc"]) == (422, "extra_forbidden", ["nope"])
+        status, fault = await client.get("/step", "POST", json={"action": {"message": "boom"}})
+        assert (status, fault) == (500, {"detail": "boom in env"})
+        socket = await client.open()
+        await socket.ask("reset", {})
+        status, full = await client.get("/reset", "POST")
+        assert (status, full["data"]["code"], full["data"]["active_sessions"]) == (503, "CAPACITY_REACHED", 1)
+
+
+async def test_a_hung_request_ends_at_its_deadline(sessions):
+    async with sessions("OpenEcho", request_timeout_s=0.3) as client:
+        status, said = await client.get("/step", "POST", json={"action": {"message": "sleep 60"}})
+        assert (status, "no answer within 0.3 s" in said["detail"]) == (504, True)
+        assert client.processes() == []
+
+
+async def test_a_token_is_the_first_part_of_the_path_or_a_bearer_token(sessions):
+    async with sessions("TextEcho", token="a-secret-of-16.") as client:
+        for path in ("/health", "/wrong/health", "/reset"):
+            assert (await client.get(path))[0] in (401, 405)
+        assert (await client.get("/a-secret-of-16./health"))[0] == 200
+        assert (await client.get("/health", headers={"Authorization": "Bearer a-secret-of-16."}))[0] == 200
+        socket = await client.open("/a-secret-of-16./ws")
+        assert (await socket.ask("reset", {}))[0] == "observation"
+
+
+async def test_a_template_that_dies_is_replaced_and_its_sessions_are_told(sessions, caplog):
+    async with sessions("TextEcho") as client:
+        socket = await client.open()
+        await socket.ask("reset", {})
+        os.kill(client.server._template._process.pid, signal.SIGKILL)
+        kind, data = await socket.hear()
+        assert (kind, data["code"]) == ("error", "SESSION_ERROR")
+        fresh = await client.open()
+        assert (await fresh.ask("reset", {}))[0] == "observation"
+        assert (await client.facts())["restarts"] == 1
+
+
+async def test_a_server_that_stops_tells_its_sessions(sessions):
+    async with sessions("TextEcho") as client:
+        socket = await client.open()
+        await socket.ask("step", {"message": "x"})
+        client.server.stop()
+        kind, data = await socket.hear()
+        assert (kind, data["message"]) == ("error", "the server is shutting down")
+        assert await socket.closed() == 1001
+
+
+async def test_what_cannot_be_served_is_said_at_once(sessions):
+    with pytest.raises(TasksetError, match="the data set moved to the moon"):
+        async with sessions("Raising"):
+            pass
+    with pytest.raises(WorkerDied, match="ended with code 3"):
+        async with sessions("DyingAtStart"):
+            pass
+    with pytest.raises(ConfigError, match="serves sessions, and ReverseText has no reset and step"):
+        async with serving_sessions("reverse-text"):
+            pass
+    with pytest.raises(ConfigError, match="can be reached from elsewhere: set serve"):
+        async with sessions("TextEcho", http="0.0.0.0:0"):
+            pass
+    async with sessions("TextEcho") as client:
+        taken = client.server.url.removeprefix("http://")
+        with pytest.raises(PortInUse, match=rf"in use by .*pid {os.getpid()}"):
+            async with sessions("TextEcho", http=taken):
+                pass
