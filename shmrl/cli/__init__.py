@@ -3,7 +3,7 @@
 Runs first in every process. tyro parses subcommands and their own options; `--a.b-c value` pairs are taken out before
 and become TOML values of the tree (`config.load`), so a flag and a line of a file mean the same. A role is imported
 when it is called: `shmrl --version` pays for none, and nothing here imports torch. One file per group of commands:
-`roles` (a run and its processes), `arena` (with doctor), `replay`; `common` has what they share.
+`roles` (a run and its processes), `evaluate`, `arena` (with doctor), `replay`; `common` has what they share.
 
 Exit codes: 0 done; 1 something failed (printed in full); 2 usage or configuration; 130 / 141 / 143 for signals.
 """
@@ -21,7 +21,7 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, OmitSubcommandPrefixes, subcommand
 
 from shmrl import __version__
-from shmrl.cli import arena, replay, roles
+from shmrl.cli import arena, evaluate, replay, roles
 from shmrl.cli.common import Flags
 from shmrl.errors import ConfigError, ShmrlError
 
@@ -91,6 +91,7 @@ _Command = (
     | Annotated[roles.Trainer, subcommand("trainer")]
     | Annotated[roles.Inference, subcommand("inference")]
     | Annotated[roles.EnvServer, subcommand("env-server")]
+    | Annotated[evaluate.Eval, subcommand("eval")]
     | Annotated[arena.Command, subcommand("arena", description="Look into shared memory, without stopping anyone.")]
     | Annotated[replay.Command, subcommand("replay", description="A step of a run in a file, and what is in it.")]
     | Annotated[arena.Doctor, subcommand("doctor")]

@@ -4,10 +4,11 @@ Every process reads its resolved file with `load_run` / `load_env_server`; only 
 not here is an error; a key that is here does something.
 """
 
-from shmrl.config.load import dump_toml, env_server_from, load_env_server, load_run, read_layers
-from shmrl.config.tables import ArenaConfig, Loss, ModelConfig, NodeConfig, TinyModel
+from shmrl.config.load import dump_toml, env_server_from, load_env_server, load_eval, load_run, read_layers
+from shmrl.config.tables import ArenaConfig, Log, Loss, ModelConfig, NodeConfig, TinyModel
 from shmrl.config.tree import (
     EnvServerConfig,
+    EvalConfig,
     EvalSource,
     RunTree,
     Sampling,
@@ -21,7 +22,9 @@ from shmrl.units import parse_bytes
 __all__ = [
     "ArenaConfig",
     "EnvServerConfig",
+    "EvalConfig",
     "EvalSource",
+    "Log",
     "Loss",
     "ModelConfig",
     "NodeConfig",
@@ -33,6 +36,7 @@ __all__ = [
     "dump_toml",
     "env_server_from",
     "load_env_server",
+    "load_eval",
     "load_run",
     "parse_bytes",
     "read_layers",

@@ -7,6 +7,7 @@ file line mean the same. Called by the CLI in every process.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from shmrl.config.tree import EnvServerConfig, RunTree
+from shmrl.config.tree import EnvServerConfig, EvalConfig, RunTree
 from shmrl.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
@@ -107,6 +108,28 @@ def env_server_from(tree: RunTree, index: int) -> EnvServerConfig:
     if env.urls:
         env = env.model_copy(update={"args": {**env.args, "sessions": list(tree.remote_sessions(env.urls))}})
     return EnvServerConfig(name=source.name, split=split, env=env, serve=serve, arena=tree.arena, log=tree.log)
+
+
+def load_eval(given: str, flags: Mapping[str, str] | None = None) -> list[EvalConfig]:
+    """What `shmrl eval` runs for one of its arguments: an env id; an env server's file, which may have [sampling]; or
+    a run's file, of which the eval sources are taken, or the train sources where it has none."""
+    if not given.endswith(".toml"):
+        tree, origin = read_layers([], {"env.id": f'"{given}"', "name": f'"{_source_name(given)}"', **(flags or {})})
+        return [_validate(EvalConfig, tree, origin)]
+    tree, origin = read_layers([Path(given)], flags)
+    if "orchestrator" not in tree:
+        return [_validate(EvalConfig, tree, origin)]
+    run = load_run([Path(given)], flags)
+    sources = [source for split, source in run.sources if split == "eval"] or run.orchestrator.train.source
+    return [
+        EvalConfig(name=source.name, env=source.env, serve=source.serve, sampling=source.sampling, log=run.log)
+        for source in sources
+    ]
+
+
+def _source_name(env_id: str) -> str:
+    """An env id as the name of a source. Example: "my_module:Echo" -> "my_module-Echo" """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", env_id).strip("-._")[:64] or "env"
 
 
 def _validate(model: type[T], tree: dict[str, Any], origin: dict[str, str]) -> T:

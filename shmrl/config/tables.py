@@ -363,6 +363,7 @@ class Trainer(Table):
 
     fsdp shards weights, gradients and optimizer over the ranks; with cpu_offload these shards live in host memory.
     context_parallel: how many neighbouring ranks share each sequence; the others divide the micro batches.
+    compile: torch.compile of each decoder layer.
     """
 
     ranks: Positive = 1
@@ -397,6 +398,20 @@ class Trainer(Table):
         if self.cpu_offload and not (self.fsdp and self.device.startswith("cuda")):
             raise ValueError(
                 "cpu_offload = true moves the shards of fsdp = true off a CUDA device: set both, or neither"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled(self) -> Trainer:
+        if self.compile and self.activation_checkpointing:
+            raise ValueError(
+                "compile = true with activation_checkpointing = true: what is recomputed may run another graph, of "
+                "other shapes, than the forward pass; set one of them"
+            )
+        if self.compile and self.context_parallel > 1:
+            raise ValueError(
+                "compile = true with context_parallel > 1: attention gathers keys and values from other ranks, which "
+                "is not compiled; set one of them"
             )
         return self
 

@@ -455,3 +455,13 @@ class EnvServerConfig(Table):
         if self.serve.serves_blocks and self.arena.address is not None:
             raise ValueError("serve.http belongs to a server with an arena of its own, without arena.address")
         return self
+
+
+class EvalConfig(EnvServerConfig):
+    """One environment of `shmrl eval`: an env server's file, and how its tokens are drawn.
+
+    serve.address and [arena] are not used: the server is one of its own, with an arena of its own.
+    """
+
+    split: Literal["train", "eval"] = "eval"
+    sampling: Sampling = Sampling()

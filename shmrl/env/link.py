@@ -23,6 +23,13 @@ MAX_FRAME = 256 << 20
 """Bytes. Requests and replies are small; this only bounds what a broken peer can make the other one allocate."""
 
 
+def _framed(number: int, kind: str, payload: bytes) -> bytes:
+    frame = pack([number, kind, payload])
+    if len(frame) > MAX_FRAME:
+        raise ProtocolError(f"{kind}: a message of {len(frame)} bytes exceeds {MAX_FRAME}")
+    return _LENGTH.pack(len(frame)) + frame
+
+
 class Link:
     """One end. `send` never blocks (frames are small and the peer always reads); `receive` gives None at the end."""
 
@@ -39,10 +46,7 @@ class Link:
         """Queue one frame; a link whose peer is gone swallows it (its end is noticed elsewhere)."""
         if self._writer.is_closing():
             return
-        frame = pack([number, kind, payload])
-        if len(frame) > MAX_FRAME:
-            raise ProtocolError(f"{kind}: a message of {len(frame)} bytes exceeds {MAX_FRAME}")
-        self._writer.write(_LENGTH.pack(len(frame)) + frame)
+        self._writer.write(_framed(number, kind, payload))
 
     async def receive(self) -> tuple[int, str, bytes] | None:
         """The next frame, or None when the peer is gone."""
@@ -78,8 +82,7 @@ class BlockingLink:
 
     def send(self, number: int, kind: str, payload: bytes) -> None:
         """Write one frame. BrokenPipeError when the peer is gone."""
-        frame = pack([number, kind, payload])
-        self._end.sendall(_LENGTH.pack(len(frame)) + frame)
+        self._end.sendall(_framed(number, kind, payload))
 
     def receive(self) -> tuple[int, str, bytes] | None:
         """The next frame, or None when the peer is gone."""

@@ -7,25 +7,23 @@ when this process is gone, however it went (it holds the other end of a pipe).
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import re
 import secrets
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from shmrl.config import ArenaConfig, EnvServerConfig, ServeConfig, dump_toml
+from shmrl.config import EnvServerConfig, dump_toml
 from shmrl.config.tree import EnvSpec
 from shmrl.env.client import EnvClient
 from shmrl.env.server import DEATH_PIPE
 from shmrl.errors import ProcessFailed
 
-log = logging.getLogger(__name__)
 GRACE_S = 8.0
 """From SIGTERM to SIGKILL: the server itself gives its workers 5 s."""
 _SERVING = re.compile(rb"Serving (\S+) \(up to")
@@ -33,67 +31,78 @@ _SERVING = re.compile(rb"Serving (\S+) \(up to")
 
 @asynccontextmanager
 async def serve_sidecar(
-    env_id: str, args: dict[str, Any] | None = None, *, arena: ArenaConfig | None = None
+    env_id: str, args: dict[str, Any] | None = None, *, config: EnvServerConfig | None = None
 ) -> AsyncIterator[EnvClient]:
-    """A connected client of a new server on a free port. arena: where payloads go (default: one of the server's own).
+    """A connected client of a new server on a free port, with an arena of its own.
+
+    config: everything else (workers, max_turns, sandbox, arena...); its own env and address are not used.
 
     Raises ProcessFailed with the server's last lines if it cannot serve, TasksetError if its environment cannot load.
 
     Example: async with serve_sidecar("reverse-text", {"seed": 1}) as client: print(await client.info())
     """
-    serve = ServeConfig(address="tcp://127.0.0.1:0")
-    config = EnvServerConfig(env=EnvSpec(id=env_id, args=args or {}), serve=serve, arena=arena or ArenaConfig())
+    spec = EnvSpec(id=env_id, args=args or {}, max_turns=config.env.max_turns if config else None)
+    config = config.model_copy(update={"env": spec}) if config else EnvServerConfig(env=spec)
+    serve = config.serve.model_copy(update={"address": "tcp://127.0.0.1:0"})
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="shmrl-") as directory:
         file = Path(directory) / "env.toml"
-        file.write_text(dump_toml(config))
+        file.write_text(dump_toml(config.model_copy(update={"serve": serve})))
         read_end, write_end = os.pipe()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "shmrl", "env-server", str(file)),
-            env={**os.environ, "SHMRL_TOKEN": token, DEATH_PIPE: str(read_end), "SHMRL_LOG_LEVEL": "info"},
-            pass_fds=[read_end],
-            stdin=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        os.close(read_end)
-        tail: deque[bytes] = deque(maxlen=20)
+        environment = {"SHMRL_TOKEN": token, DEATH_PIPE: str(read_end), "SHMRL_LOG_LEVEL": "info"}
+        command = [sys.executable, "-m", "shmrl", "env-server", str(file)]
         try:
-            address = await _address(process, tail)
-            relay = asyncio.create_task(_relay(process, tail))
-            client = EnvClient(address, token)
-            try:
-                await client.connect()
-                yield client
-            finally:
-                await client.close()
-                await _stop(process)
-                await relay
+            async with announced("env-server", command, _SERVING, environment, pass_fds=[read_end]) as (_, found):
+                client = EnvClient(found[1].decode(), token)
+                try:
+                    await client.connect()
+                    yield client
+                finally:
+                    await client.close()
         finally:
-            await _stop(process)
+            os.close(read_end)
             os.close(write_end)
 
 
-async def _address(process: asyncio.subprocess.Process, tail: deque[bytes]) -> str:
-    """Where the server serves, from its own log."""
-    while (line := await _line(process, tail)) is not None:
-        found = _SERVING.search(line)
-        if found:
-            return found[1].decode()
-    code = await process.wait()
-    raise ProcessFailed("env-server", code, tail=b"".join(tail).decode(errors="replace"))
+@asynccontextmanager
+async def announced(
+    name: str, command: Sequence[str], pattern: re.Pattern[bytes], environment: dict[str, str], **popen: Any
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, re.Match[bytes]]]:
+    """A process that says on stderr where it serves, and `pattern`'s match there. Its stderr goes to ours; it ends
+    with the block, by SIGTERM, after GRACE_S by SIGKILL. ProcessFailed with its last lines if it never serves."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env={**os.environ, **environment},
+        stdin=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        **popen,
+    )
+    tail: deque[bytes] = deque(maxlen=20)
+    try:
+        found = await _found(process, pattern, tail)
+        if found is None:
+            raise ProcessFailed(name, await process.wait(), tail=b"".join(tail).decode(errors="replace"))
+        relay = asyncio.create_task(_found(process, None, tail))
+        try:
+            yield process, found
+        finally:
+            await _stop(process)
+            await relay
+    finally:
+        await _stop(process)
 
 
-async def _line(process: asyncio.subprocess.Process, tail: deque[bytes]) -> bytes | None:
+async def _found(
+    process: asyncio.subprocess.Process, pattern: re.Pattern[bytes] | None, tail: deque[bytes]
+) -> re.Match[bytes] | None:
+    """Relay what the process says up to the line with the pattern, or, without one, to the end: None."""
     assert process.stderr is not None
-    line = await process.stderr.readline()
-    tail.append(line)
-    sys.stderr.write(line.decode(errors="replace"))
-    return line or None
-
-
-async def _relay(process: asyncio.subprocess.Process, tail: deque[bytes]) -> None:
-    while await _line(process, tail) is not None:
-        pass
+    while line := await process.stderr.readline():
+        tail.append(line)
+        sys.stderr.write(line.decode(errors="replace"))
+        if pattern is not None and (found := pattern.search(line)):
+            return found
+    return None
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

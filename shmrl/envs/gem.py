@@ -61,28 +61,22 @@ class Session:
         self._sessions = sessions
         self._environment: Any = None
 
-    def reset(self, seed: int, **_: Any) -> str:
+    def reset(self, seed: int, **_: Any) -> Step:
         if self._environment is None:
             self._environment = self._sessions.idle.popleft() if self._sessions.idle else self._sessions.make()
         with _dice:
-            observation, _info = self._environment.reset(seed=seed % (1 << 32))  # numpy takes 32 bits
-        return str(observation)
+            return Step.first(self._environment.reset(seed=seed % (1 << 32)))  # numpy takes 32 bits
 
     def step(self, action: str) -> Step:
         if hasattr(self._environment, "sandbox_type"):  # runs programs for seconds, and draws nothing
-            return _step(self._environment, action)
+            return Step.of(self._environment.step(action))
         with _dice:
-            return _step(self._environment, action)
+            return Step.of(self._environment.step(action))
 
     def close(self) -> None:
         if self._environment is not None:
             self._sessions.idle.append(self._environment)
             self._environment = None
-
-
-def _step(environment: Any, action: str) -> Step:
-    observation, reward, terminated, truncated, _ = environment.step(action)
-    return Step(str(observation), float(reward), bool(terminated or truncated))
 
 
 def _take_over_sandbox() -> None:

@@ -114,6 +114,11 @@ class EngineClient:
                 raise EngineError(f"{url} is not healthy: {reason}")
             await asyncio.sleep(0.1)
 
+    async def cards(self) -> list[dict[str, Any]]:
+        """What each engine says of its (first) model: id, root (its directory or name), max_model_len; EngineError."""
+        found = await self._everywhere(lambda url: self._control("GET", url, "/v1/models"))
+        return [dict(json.loads(text)["data"][0]) for text in found]
+
     async def versions(self) -> list[str]:
         """What each engine calls its version, e.g. "0.30.0"; EngineError where one does not say."""
         found = await self._everywhere(lambda url: self._control("GET", url, "/version"))

@@ -28,6 +28,13 @@ _MAX_LOG = 30.0  # exp() of a larger log-ratio means nothing and overflows later
 class LossInputs:
     """One micro batch as a loss sees it. S loss tokens, in packing order.
 
+    With trainer.context_parallel the ranks of a group get the same micro batch, and each sees a part of it: two chunks
+    of every sequence (`fold.chunks`). Each loss token is seen by one rank alone, and what the ranks return is summed: a
+    loss that is a sum over tokens is right as it is, one that needs a whole sequence (its mean ratio) has to add up
+    over the group itself. `batch` has the positions that this rank reads, `batch.positions` their places in their
+    sequences, `batch.seq_lens` how many of each sequence there are (0 too); `positions` index these. Its loss_mask is
+    off where another rank scores. Advantages are per sample, so custom ones arrive as they were given.
+
     Attributes:
         logprobs: float32 [S] of the trainer, with gradient; over the kept set where there is one.
         sampler_logprobs, advantages, entropy: float32 [S]; advantages are the sample's advantage x weight.

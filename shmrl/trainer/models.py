@@ -91,12 +91,11 @@ def _policy(tree: RunTree, lm: Any, attention: str | None, context: ContextParal
         require_causal_attention(lm)
     if tree.trainer.lora is not None:
         adapt(lm, tree.trainer.lora)
+    if tree.trainer.compile:
+        compile_layers(lm)
     if tree.trainer.activation_checkpointing:
         _checkpoint_layers(lm)
     replay = RouterReplay(lm) if tree.trainer.router_replay else None
-    if tree.trainer.compile:
-        for layer in lm.get_decoder().layers:
-            layer.compile(dynamic=True)  # by layer: what FSDP shards, and one compilation serves them all
     return Policy(lm, replay=replay, context=context, chunk=tree.trainer.logprob_chunk, packed=attention == FLASH)
 
 
@@ -122,6 +121,12 @@ def precision(tree: RunTree, device: torch.device) -> AbstractContextManager[Any
     """Around every forward pass: autocast for bfloat16 (with FSDP the sharding's own policy casts), else nothing."""
     on = tree.trainer.precision == "bfloat16" and not tree.trainer.fsdp
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=on)
+
+
+def compile_layers(lm: Any, backend: str = "inductor") -> None:
+    """Compile the forward pass of each layer, with the hooks on its routers; what FSDP hooks to it stays outside."""
+    for layer in lm.get_decoder().layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
 
 def _checkpoint_layers(lm: Any) -> None:

@@ -109,6 +109,14 @@ def test_a_file_that_is_not_there_is_named_once(tmp_path):
         ),
         (("[model.tiny]", "[trainer]\nfsdp = true\ncpu_offload = true\n[model.tiny]"), "off a CUDA device: set both"),
         (
+            ("[model.tiny]", "[trainer]\ncompile = true\nactivation_checkpointing = true\n[model.tiny]"),
+            "what is recomputed may run another graph",
+        ),
+        (
+            ("[model.tiny]", "[trainer]\ncompile = true\nranks = 2\ncontext_parallel = 2\n[model.tiny]"),
+            "from other ranks, which is not compiled",
+        ),
+        (
             ("[model.tiny]", "[warmup]\nsteps = 1\n[trainer.lora]\nrank = 2\nalpha = 4\n[model.tiny]"),
             "[trainer.lora] keeps the model it started from",
         ),

@@ -11,28 +11,22 @@ import numpy as np
 import pytest
 
 from tests.support.fake_engine import FakeEngine, Oracle
+from tests.support.runs import with_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 SEQ_LEN, LONG, HEAD, STEPS = 384, 420, 6, 3
-ORACLE = Oracle(seed=5, stop_every=11)
+ORACLE = Oracle(seed=5, layers=2, experts=4, stop_every=11)
 
 CONFIG = f"""
 [run]
 name = "bytes"
 max_steps = {STEPS}
-[model.tiny]
-layers = 4
-hidden = 32
-heads = 2
-kv_heads = 1
-moe_intermediate = 32
 [arena]
 capacity = "64MiB"
 verify = true
 [inference]
 max_model_len = 1024
-urls = ["URL"]
 [orchestrator]
 batch_size = 24
 group_size = 2
@@ -67,7 +61,7 @@ async def test_every_row_that_every_rank_assembles_is_the_engines(run, tmp_path)
     seen = tmp_path / "seen"
     seen.mkdir()
     async with Engine(ORACLE, abort_every=3) as engine:
-        one = run(text=CONFIG.replace("URL", engine.url).replace("SEEN", str(seen))).start()
+        one = run(text=with_model(CONFIG.replace("SEEN", str(seen)), engine)).start()
         code, output = await asyncio.to_thread(one.finish, 200)
         assert code == 0, output
         assert engine.aborts >= STEPS

@@ -9,7 +9,7 @@ import pytest
 
 from shmrl.node.host import read_token
 from tests.support.clock import wait_until
-from tests.support.runs import ROOT, START_S, TINY, free_ports, slow
+from tests.support.runs import ROOT, RUN, START_S, TINY, free_ports, slow, with_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -31,7 +31,7 @@ class Broken(Environment):
 
 def test_two_runs_with_three_sources_each_side_by_side(run):
     node = {"node.address": f"127.0.0.1:{free_ports(1)}"}  # the first has a node server beside it
-    first, second = (run(MULTI_ENV, sources=3, **STRICT, **more).start() for more in (node, {}))
+    first, second = (run(MULTI_ENV, sources=3, **STRICT, **more).start() for more in (node, {"trainer.ranks": 1}))
     token = wait_until(lambda: _token(first), START_S, "the token")
     first.wait_for_step(1)
     assert not [one.pid for one in psutil.process_iter(["cmdline"]) if token in " ".join(one.info["cmdline"] or ())]
@@ -101,7 +101,8 @@ def test_ctrl_c_drains_with_a_checkpoint_and_resume_continues_to_the_end(run):
 
 
 def test_a_task_set_that_raises_ends_the_run_with_its_traceback(run):
-    one = run(text=TINY.replace('"reverse-text", args = { min_length = 2, max_length = 4 }', '"broken:Broken"'))
+    text = RUN.replace('"reverse-text", args = { min_length = 2, max_length = 4 }', '"broken:Broken"')
+    one = run(text=with_model(text))
     (one.output_dir.parent / "broken.py").write_text(BROKEN)
     code, output = one.start().finish(60)
     ended = time.time()

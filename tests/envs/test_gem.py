@@ -37,17 +37,17 @@ def test_by_id_by_factory_and_by_class_it_is_a_session(gem, env_id, args):
     environment = load(env_id, args)
     assert isinstance(environment, SessionRollout)
     session = environment.make()
-    first = session.reset(1 << 40)
-    assert first == environment.make().reset(1 << 40)
+    first = session.reset(1 << 40).text
+    assert first == environment.make().reset(1 << 40).text
     assert first.startswith("9 sides, ")
-    assert session.step("0") == Step("seen", 0.0, done=False)
-    assert session.step(first.split()[-1]) == Step("seen", 1.0, done=True)
+    assert session.step("0") == Step("seen", 0.0)
+    assert session.step(first.split()[-1]) == Step("seen", 1.0, done=True, truncated=True)
 
 
 def test_a_factory_of_ones_own_may_return_one(gem, tmp_path, monkeypatch):
     (tmp_path / "my_gem.py").write_text("import gem\ndef build(sides): return gem.make('game:Dice-v0', sides=sides)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert load("my_gem:build", {"sides": 3}).make().reset(0).startswith("3 sides")
+    assert load("my_gem:build", {"sides": 3}).make().reset(0).text.startswith("3 sides")
 
 
 def test_environments_are_used_again_after_their_episode(gem):
@@ -74,7 +74,7 @@ def test_its_programs_run_in_shmrls_sandbox(gem, box):
 def test_without_the_argument_gems_own_way_stays(gem):
     session = load("gem:code:Double", {}).make()
     session.reset(0)
-    assert session.step("") == Step("", 0.0, done=True)
+    assert session.step("").reward == 0.0
     assert not sandbox._current
 
 

@@ -18,12 +18,14 @@ from shmrl.errors import ForeignArena
 from shmrl.orchestrator import replay
 from shmrl.orchestrator.shipped import kept_in
 from tests.support.clock import wait_until
-from tests.support.runs import START_S, fast, slow
+from tests.support.runs import RUN, START_S, slow, with_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STEPS = [1, 2, 3, 4, 5, 6]
-DYING = fast().replace("[trainer]", '[trainer]\nloss = { kind = "custom", path = "tests.support.dying:record" }')
+DYING = with_model(RUN).replace(
+    "[trainer]", '[trainer]\nloss = { kind = "custom", path = "tests.support.dying:record" }'
+)
 
 
 def lives(directory):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -78,28 +79,72 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class ServerProcess:
-    """A server in its own process; `python` is what it runs instead of the server's own main."""
-
-    def __init__(self, model: Path, log: Path, *flags: str, python: str | None = None) -> None:
-        self.port, self.log = free_port(), log
-        self.url = f"http://127.0.0.1:{self.port}"
-        start = ["-c", python] if python else ["-m", "shmrl.inference.embedded.server"]
-        args = ["--model", str(model), "--port", str(self.port), "--served-model-name", "tiny", *flags]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with log.open("wb") as out:
-            self.process = subprocess.Popen([sys.executable, *start, *args], stderr=out, stdout=out, env=env)
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+SERVERS = """
+import json, os, signal, sys
+import shmrl.inference.embedded.server as server
+for line in sys.stdin:
+    order = json.loads(line)
+    if "wait" in order:
+        signal.alarm(30)  # ends this process, and with it the test that waits
+        print(os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1]), flush=True)
+        signal.alarm(0)
+        continue
+    pid = os.fork()
+    if not pid:
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
+        exec(order["first"])
+        server.main(order["arguments"])
+        sys.exit(0)
+    print(pid, flush=True)
+"""
 
 
 @pytest.fixture(scope="session")
-def server(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    process = ServerProcess(tiny_dir, tmp_path_factory.mktemp("log") / "server.log", "--max-model-len", "1024")
+def servers() -> Iterator[Any]:
+    """A process that has imported the server and forks one per order: importing takes longer than the tests."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVERS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process, process.stdin as orders, process.stdout as answers:
+
+        def order(**what: Any) -> int:
+            orders.write(json.dumps(what) + "\n")
+            orders.flush()
+            return int(answers.readline())
+
+        yield order
+
+
+class ServerProcess:
+    """A server in its own process; `first` is Python that runs there before the server's own main."""
+
+    def __init__(self, order: Any, model: Path, log: Path, *flags: str, first: str = "") -> None:
+        self.port, self.log, self._order = free_port(), log, order
+        self.url = f"http://127.0.0.1:{self.port}"
+        args = ["--model", str(model), "--port", str(self.port), "--served-model-name", "tiny", *flags]
+        self._pid = order(log=str(log), first=first, arguments=args)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self._pid, number)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return int(self._order(wait=self._pid))
+
+
+@pytest.fixture(scope="session")
+def server(tiny_dir: Path, servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(servers, tiny_dir, tmp_path_factory.mktemp("log") / "server.log", "--max-model-len", "1024")
     yield process
-    assert process.stop() == 128 + signal.SIGTERM, process.log.read_text()
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGTERM, process.log.read_text()
 
 
 @pytest.fixture

@@ -232,7 +232,6 @@ def test_a_taken_port_names_its_holder(server: ServerProcess, client: EngineClie
 
 
 DYING = """
-import shmrl.inference.embedded.server as server
 from shmrl.inference.embedded.engine import Engine
 admit = Engine._admit
 def poisoned(engine):
@@ -240,26 +239,27 @@ def poisoned(engine):
         raise MemoryError("the engine is gone")
     admit(engine)
 Engine._admit = poisoned
-server.main()
 """
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_the_server_with_its_number(tiny_dir: Path, tmp_path: Path, how: signal.Signals) -> None:
-    process = ServerProcess(tiny_dir, tmp_path / "log")
+async def test_a_signal_ends_the_server_with_its_number(
+    servers: Any, tiny_dir: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    process = ServerProcess(servers, tiny_dir, tmp_path / "log")
     async with EngineClient([process.url], timeout_s=1) as client:
         await client.health(120)
-    process.process.send_signal(how)
-    assert process.process.wait(30) == 128 + how, process.log.read_text()
+    process.signal(how)
+    assert process.wait() == 128 + how, process.log.read_text()
 
 
-async def test_the_death_of_the_engine_thread_ends_the_process(tiny_dir: Path, tmp_path: Path) -> None:
-    process = ServerProcess(tiny_dir, tmp_path / "log", python=DYING)
+async def test_the_death_of_the_engine_thread_ends_the_process(servers: Any, tiny_dir: Path, tmp_path: Path) -> None:
+    process = ServerProcess(servers, tiny_dir, tmp_path / "log", first=DYING)
     async with EngineClient([process.url], timeout_s=1) as client, aiohttp.ClientSession() as session:
         await client.health(120)
         url = process.url + "/inference/v1/generate"
         async with session.post(url, json={"token_ids": [13]}) as response:
             assert response.status == 500
             assert "the engine is gone" in (await response.json())["error"]["message"]
-    assert process.process.wait(30) == 1
+    assert process.wait() == 1
     assert "MemoryError: the engine is gone" in process.log.read_text()

@@ -110,6 +110,7 @@ class FakeEngine:
         app.router.add_post("/pause", self._pause)
         app.router.add_post("/resume", self._resume)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
         app.router.add_post("/reset_prefix_cache", self._ok)
         app.router.add_get("/health", self._ok)
         return app
@@ -217,6 +218,10 @@ class FakeEngine:
     async def _resume(self, request: web.Request) -> web.Response:
         self.open.set()
         return web.json_response({})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": "policy", "root": "someone/policy", "max_model_len": self.max_model_len}
+        return web.json_response({"object": "list", "data": [card]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=f"vllm:num_requests_running {self.running}\nvllm:kv_cache_usage_perc 0.1\n")

@@ -61,19 +61,9 @@ TINY = RUN + MODEL
 SLOW = RUN.replace('"reverse-text", args = {', '"tests.support.slow_env:SlowReverseText", args = { delay_s = 0.7,')
 
 
-def slow():
-    """SLOW with the path of the model that all tests share."""
-    return f'{SLOW}\n[model]\npath = "{_model()}"\n'
-
-
-def fast():
-    """RUN with the path of the model that all tests share."""
-    return f'{RUN}\n[model]\npath = "{_model()}"\n'
-
-
 @functools.cache
-def _model():
-    """One model, made once for all tests, so that their runs start sooner."""
+def _model_path():
+    """The model of MODEL, made once for all tests, so that their runs start sooner."""
     directory = Path(tempfile.mkdtemp(prefix="shmrl-test-model-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     (directory / "run.toml").write_text(TINY)
@@ -82,6 +72,17 @@ def _model():
     )
     subprocess.run(tiny_model_command(directory / "resolved.toml"), check=True, cwd=ROOT)
     return directory / "weights" / "step_0"
+
+
+def with_model(text, engine=None):
+    """`text` with the path of a model that is there already, and with an engine that is."""
+    if engine is not None:
+        text = text.replace("[inference]", f'[inference]\nurls = ["{engine.url}"]')
+    return f'{text}\n[model]\npath = "{_model_path()}"\n'
+
+
+def slow():
+    return with_model(SLOW)
 
 
 def free_ports(count):

@@ -6,6 +6,7 @@ and the micro batches of every rank. Ranks are forked off one process that has i
 importing takes longer than the steps.
 """
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from shmrl.arena import Arena
 from shmrl.config import Loss, load_run
 from shmrl.config.tables import Lora
 from shmrl.payload import micro_batches_from_wire
-from shmrl.trainer import checkpoint
+from shmrl.trainer import checkpoint, models
 from shmrl.trainer.losses import LossOutput
 from shmrl.trainer.models import prepare
 from shmrl.trainer.parallel import Ranks, full_state, leave
@@ -106,6 +107,7 @@ def changed(tree, directory, trainer: dict[str, Any]):
 def work(rank, world, port, toml, jobs, out):
     """One rank of the jobs that have so many."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    models.compile_layers = functools.partial(models.compile_layers, backend="eager")  # kernels take minutes
     tree = load_run([Path(toml)])
     ranks = Ranks("cpu")
     with Arena.attach(tree.arena.address, reader=rank) as arena:

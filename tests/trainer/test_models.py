@@ -1,14 +1,20 @@
 """What loading checks: packed sequences that see each other, heads that do more, files that do not fit."""
 
+import functools
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from shmrl.errors import RunError
+from shmrl.trainer import models
 from shmrl.trainer.fold import whole
 from shmrl.trainer.models import check_packing, load_model, load_policy
+from shmrl.trainer.parallel import Ranks
 from shmrl.trainer.policy import Policy
+from shmrl.trainer.step import Stepper
 from tests.trainer.families import build
+from tests.trainer.samples import put, retire, ship
 
 CPU = torch.device("cpu")
 
@@ -59,3 +65,29 @@ def test_weights_are_float32_and_dropout_is_off(make_tree):
     policy = load_policy(tree, tree.initial_weights, CPU)
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
     assert not policy.lm.training
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch filters one of its own, but later
+def test_compiled_layers_compute_what_eager_ones_do(backend, make_tree, arena, branches, monkeypatch):
+    """With routes to replay. The backend "eager" runs what was traced, without the kernels, which take minutes."""
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # else there is a pool of processes afterwards
+    monkeypatch.setattr(models, "compile_layers", functools.partial(models.compile_layers, backend=backend))
+    ranks, samples = Ranks("cpu"), put(arena, branches[:4])
+    (micro_batches,) = ship(arena, samples, ranks=1, readers=3)
+    metrics, weights = [], []
+    for compiled in (False, True):
+        tree = make_tree(compile=compiled)
+        policy = load_policy(tree, tree.initial_weights, CPU)
+        one = Stepper(tree, ranks, arena, policy, policy, torch.optim.SGD(policy.parameters(), lr=0.0))
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        metrics.append(one.run(1, micro_batches, lr=0.05))
+        assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > before) == compiled
+        weights.append(policy.state_dict())
+    ranks.close()
+    for name in ("train/loss", "train/entropy", "train/grad_norm"):
+        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-4), name
+    assert all(torch.allclose(weights[1][name], weights[0][name], atol=1e-5) for name in weights[0])
+    retire(arena, samples, 1)
+    arena.done([h for s in samples for h in s.handles], reader=2)

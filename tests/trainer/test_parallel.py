@@ -234,6 +234,15 @@ def test_a_custom_loss_sees_each_loss_token_on_one_rank_of_its_group(found, scen
     assert {"0", "1"} in ranks_of.values()
 
 
+@pytest.mark.long
+def test_compiled_layers_under_ddp_and_fsdp(scene, whole_alone):
+    everything, compiled = ship(scene.arena, scene.whole, ranks=2, readers=9), {"compile": True}
+    jobs = {"compiled_ddp": (compiled, everything), "compiled_fsdp": (compiled | FSDP, everything)}
+    for many in scene.on_ranks(jobs).values():
+        same(many.gradients, whole_alone.gradients)
+        after_five_steps(many, whole_alone)
+
+
 # ---------------------------------------------------------------------------------------------------------- adapters
 
 

@@ -132,6 +132,7 @@ class RemoteEnv(Environment):
             observation that is the user's message; without it `prompt`, else the whole observation as JSON.
         timeout_s: for one message. 0: none.
         sessions: how many a run opens at most for training and for evaluation, for the message of a refusal.
+        evaluation_sessions: how many evaluations share, opened at the first of them.
         seed: of the task set, which is seeds without end; with a data set on the server, its rows in turn.
 
     Example:
@@ -147,6 +148,7 @@ class RemoteEnv(Environment):
         observation_field: str | None = None,
         timeout_s: float = 300.0,
         sessions: Sequence[int] = (),
+        evaluation_sessions: int = 1,
         seed: int = 0,
     ) -> None:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
@@ -155,8 +157,8 @@ class RemoteEnv(Environment):
         self._turn = count()
         self._http: aiohttp.ClientSession | None = None
         self._idle: list[RemoteSession] = []
-        self._evaluating = asyncio.Lock()
-        self._evaluation: RemoteSession | None = None
+        self._idle_evaluation: list[RemoteSession] = []
+        self._evaluating = asyncio.Semaphore(evaluation_sessions)
         self._complained = False
 
     # ------------------------------------------------------------------------------------------------------ as a client
@@ -195,8 +197,8 @@ class RemoteEnv(Environment):
             await self._retry(partial(self._healthy, url))
 
     async def teardown(self) -> None:
-        sessions = [*self._idle, *([self._evaluation] if self._evaluation else [])]
-        self._idle, self._evaluation = [], None
+        sessions = [*self._idle, *self._idle_evaluation]
+        self._idle, self._idle_evaluation = [], []
         await asyncio.gather(*(session.close() for session in sessions))
         if self._http is not None:
             await self._http.close()
@@ -209,20 +211,22 @@ class RemoteEnv(Environment):
         )
 
     async def rollout(self, task: Task, model: Model) -> Episode:
-        """Evaluations share one session, opened at the first; every other episode under way has one of its own."""
-        if task.data.get("evaluation"):
-            async with self._evaluating:
-                if self._evaluation is None or self._evaluation.broken:
-                    self._evaluation = await self._open()
-                return await self._play(self._evaluation, task, model)
-        session = self._idle.pop() if self._idle else await self._open()
+        """Evaluations share their sessions; every other episode under way has one of its own."""
+        if not task.data.get("evaluation"):
+            return await self._play_in(self._idle, task, model)
+        async with self._evaluating:
+            return await self._play_in(self._idle_evaluation, task, model)
+
+    async def _play_in(self, idle: list[RemoteSession], task: Task, model: Model) -> Episode:
+        """One episode in a session that is idle, or in a new one; an unbroken one is idle again after it."""
+        session = idle.pop() if idle else await self._open()
         try:
             return await self._play(session, task, model)
         finally:
             if session.broken:
                 await session.close()
             else:
-                self._idle.append(session)
+                idle.append(session)
 
     async def _play(self, session: RemoteSession, task: Task, model: Model) -> Episode:
         data: dict[str, Any] = {"evaluation": task.data.get("evaluation")}

@@ -8,6 +8,7 @@ from shmrl.config import dump_toml
 from shmrl.env.server import EnvServer
 from shmrl.errors import ConfigError, TasksetError
 from tests.env.conftest import rollout, server_config, serving
+from tests.env.sessions.conftest import serving_sessions
 from tests.test_cli import cli
 
 SANDBOXED = {"sandbox": "bwrap"}
@@ -21,6 +22,15 @@ async def test_an_env_server_says_which_limits_hold_and_its_environment_has_a_sa
     assert f"sandbox: {box.active()}" in caplog.messages
     assert (result.success, result.reward, result.stop_reason) == (True, 0.0, "done")
     assert len(result.messages[-1]["content"].splitlines()) == 2
+
+
+async def test_a_session_has_the_sandbox_too(box):
+    async with serving_sessions("code-exec", {"tests": 2}, **SANDBOXED) as client:
+        socket = await client.open()
+        _, first = await socket.ask("reset", {"seed": 5})
+        assert "Write a Python program" in str(first["observation"])
+        _, answer = await socket.ask("step", {"message": "import os; print(os.getpid())"})
+        assert (answer["reward"], answer["done"], "wrong" in str(answer["observation"])) == (0.0, True, True)
 
 
 async def test_without_a_sandbox_an_environment_that_needs_one_does_not_load():

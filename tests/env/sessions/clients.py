@@ -40,7 +40,7 @@ async def openenv(url, places):
 
 
 async def agilerl(url, places):
-    from agilerl.llm_envs import RemoteEnvClient
+    from agilerl.llm_envs.openenv import RemoteEnvClient
 
     clients = [RemoteEnvClient(url) for _ in range(places)]
     seeds = [7 + index % 2 for index in range(places)]

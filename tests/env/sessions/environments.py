@@ -168,3 +168,11 @@ class DyingAtStart:
 class Raising:
     def __init__(self):
         raise RuntimeError("the data set moved to the moon")
+
+
+class Gated(TextEcho):
+    """Is not loaded before there is a file `open` in `directory`."""
+
+    def __init__(self, directory):
+        while not (Path(directory) / "open").exists():
+            time.sleep(0.01)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import psutil
 import pytest
@@ -84,6 +85,22 @@ def test_beyond_loopback_the_url_has_a_token():
         assert asyncio.run(first_of(url)).text == "1-9"
         with pytest.raises(Exception, match="answers 401; the URL needs the server's token"):
             asyncio.run(first_of(url.rpartition("/")[0]))
+
+
+def test_gems_own_factory_with_programs_in_our_sandbox(box, monkeypatch):
+    """The shape of AgileRL's tutorial."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "support/fake_gem")
+    arguments = {"env_id": "code:Double", "sandbox_type": "bwrap"}
+
+    async def play(url):
+        async with RemoteEnv(url).session() as session:
+            await session.reset(seed=1)
+            return await session.step(message="print(2 * int(input()))")
+
+    url, server = resolve_env("gem:make", arguments, max_concurrent_envs=2)
+    with server:
+        answer = asyncio.run(play(url))
+    assert (answer.reward, answer.done) == (1.0, True)
 
 
 def test_a_url_is_somebody_elses():

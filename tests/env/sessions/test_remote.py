@@ -56,6 +56,15 @@ async def test_evaluations_share_one_session_that_opens_with_the_first(sessions)
         await env.teardown()
 
 
+async def test_evaluations_may_share_more_sessions(sessions):
+    async with sessions("TextEcho", max_concurrent_envs=2) as client:
+        env = RemoteEnv(client.server.url, evaluation_sessions=2)
+        tasks = env.tasks("eval")
+        await asyncio.gather(*(env.rollout(tasks[index], Scripted("x")) for index in range(4)))
+        assert client.server.facts()["active_sessions"] == 2
+        await env.teardown()
+
+
 async def test_replicas_in_turn(sessions):
     async with sessions("TextEcho") as one, sessions("TextEcho") as two:
         env = RemoteEnv([one.server.url, two.server.url])

@@ -6,12 +6,14 @@ import os
 import resource
 import signal
 
+import aiohttp
 import psutil
 import pytest
 
+from shmrl.env.sessions.server import SessionServer
 from shmrl.errors import ConfigError, PortInUse, TasksetError, WorkerDied
 from tests.env.conftest import until
-from tests.env.sessions.conftest import serving_sessions
+from tests.env.sessions.conftest import ENVS, Client, serving_sessions, session_config
 from tests.env.test_server import alive
 
 
@@ -88,17 +90,20 @@ async def test_a_hung_step_ends_at_its_deadline_and_nobody_else_notices(sessions
 
 
 async def test_an_idle_session_is_closed_and_never_stepped_again(sessions, tmp_path):
-    async with sessions("Recording", {"directory": str(tmp_path)}, idle_timeout_s=0.3) as client:
-        socket = await client.open()
-        await socket.ask("reset", {"seed": 1})
-        kind, data = await socket.hear()
-        assert (kind, data["code"]) == ("error", "SESSION_ERROR")
-        assert "idle for 0.3 s" in data["message"]
-        await socket.ws.send_str('{"type":"step","data":{"message":"late"}}')
-        assert await socket.closed() == 4408
+    """All places are held by clients that say nothing any more: all are free after the timeout."""
+    async with sessions("Recording", {"directory": str(tmp_path)}, max_concurrent_envs=4, idle_timeout_s=0.5) as client:
+        sockets = [await client.open() for _ in range(4)]
+        for socket in sockets:
+            await socket.ws.send_json({"type": "reset", "data": {"seed": 1}})
+        for socket in sockets:
+            assert (await socket.hear())[0] == "observation"
+            kind, data = await socket.hear()
+            assert (kind, data["code"]) == ("error", "SESSION_ERROR")
+            assert "idle for 0.5 s" in data["message"]
+            await socket.ws.send_str('{"type":"step","data":{"message":"late"}}')
+            assert await socket.closed() == 4408
         await client.free()
-        (file,) = tmp_path.iterdir()
-        assert file.read_text() == "reset\nclose\n"
+        assert [file.read_text() for file in tmp_path.iterdir()] == ["reset\nclose\n"] * 4
 
 
 async def test_a_step_is_no_idleness(sessions):
@@ -252,6 +257,25 @@ async def test_the_http_routes(sessions):
         await socket.ask("reset", {})
         status, full = await client.get("/reset", "POST")
         assert (status, full["data"]["code"], full["data"]["active_sessions"]) == (503, "CAPACITY_REACHED", 1)
+
+
+async def test_alive_is_not_ready(tmp_path):
+    """While the environment loads, liveness and readiness differ, and a session that came early waits."""
+    server = SessionServer(session_config(ENVS + "Gated", {"directory": str(tmp_path)}))
+    running = asyncio.create_task(server.run())
+    await server.bound.wait()
+    async with aiohttp.ClientSession() as http:
+        client = Client(http, server)
+        assert await client.get("/health") == (503, {"status": "unhealthy"})
+        status, facts = await client.get("/healthz")
+        assert (status, facts["alive"], facts["ready"]) == (503, True, False)
+        early = await client.open()
+        (tmp_path / "open").touch()
+        assert (await early.ask("reset", {}))[0] == "observation"
+        assert await client.get("/health") == (200, {"status": "healthy"})
+        client.close()
+        server.stop()
+        await running
 
 
 async def test_a_hung_request_ends_at_its_deadline(sessions):

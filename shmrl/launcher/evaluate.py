@@ -1,0 +1,289 @@
+"""`shmrl eval`: n tasks x r rollouts of some environments with one model; avg@k and pass@k, and a file of all rollouts.
+
+Runs in its own process, with an env server per environment beside it (`serve_sidecar`) and, for a model directory, an
+embedded engine. Every finished rollout is a line of the file at once (`rollout_file.py`), so that the same command goes
+on where one before it stopped. An evaluation captures nothing: no payload stays in an arena, which is checked at the
+end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmrl.config import ArenaConfig, EnvServerConfig, EvalConfig
+from shmrl.env.death import PDEATHSIG, prctl
+from shmrl.env.sidecar import announced, serve_sidecar
+from shmrl.errors import ConfigError, ProcessFailed, RunError, TasksetError
+from shmrl.inference.client import EngineClient
+from shmrl.launcher.rollout_file import Key, RolloutFile
+from shmrl.node.host import require_torch
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from shmrl.env.client import EnvClient
+    from shmrl.types import EpisodeResult, Task
+
+log = logging.getLogger(__name__)
+PASSED = 1.0
+"""Reward from which a rollout counts as passed."""
+PAGE = 1024
+"""Tasks that are asked for at a time."""
+_SERVING = re.compile(rb"serving .* on port (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to evaluate. Example: Plan([EvalConfig(...)], "runs/run/weights/step_30", 5, 3, 16, Path("eval.jsonl"))
+
+    Attributes:
+        sources: environments. model: a model directory, or an engine's URL. tasks: the first n of each environment.
+        rollouts: per task. concurrency: rollouts at a time, over all environments. tokenizer: a model directory, where
+        an engine elsewhere does not name one of this machine. seed: of the rollouts.
+    """
+
+    sources: Sequence[EvalConfig]
+    model: str
+    tasks: int
+    rollouts: int
+    concurrency: int
+    out: Path
+    tokenizer: Path | None = None
+    seed: int = 0
+
+
+def evaluate(plan: Plan) -> int:
+    """Run it, print the table; 1 if a rollout failed. ConfigError before anything starts."""
+    names = [source.name for source in plan.sources]
+    if len({*names}) < len(names):
+        raise ConfigError(f"two environments have the same name: {', '.join(names)}")
+    with RolloutFile(plan.out, plan.model) as file:
+        if file.rows:
+            log.info("%s has %d rollouts: going on with it", plan.out, len(file.rows))
+        asyncio.run(_run(plan, file))
+        table = [summary(name, file.of(name, plan.tasks, plan.rollouts)) for name in names]
+    print(render(table, plan.rollouts))
+    return int(any(line["failed"] for line in table))
+
+
+async def _run(plan: Plan, file: RolloutFile) -> None:
+    async with AsyncExitStack() as stack:
+        engine, model = await stack.enter_async_context(_engine(plan))
+        clients = [await stack.enter_async_context(_hosted(source, plan.concurrency)) for source in plan.sources]
+        progress = stack.enter_context(_progress())
+        hosted = [*zip(plan.sources, clients, strict=True)]
+        free = asyncio.Semaphore(plan.concurrency)
+        sources = [_Source(plan, source, client, model, file, progress) for source, client in hosted]
+        await _while_lives(engine, _together(source.run(free) for source in sources))
+        for source, client in hosted:
+            if blocks := (await client.health())["arena"]["blocks"]:
+                raise RunError(f"{source.name}: {blocks} blocks were left in the arena")
+
+
+def _progress() -> Progress:
+    """A bar per environment, on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    name, reward = TextColumn("{task.description}"), TextColumn("{task.fields[reward]}")
+    columns = (name, BarColumn(), MofNCompleteColumn(), reward, TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+
+
+@asynccontextmanager
+async def _hosted(source: EvalConfig, concurrency: int) -> AsyncIterator[EnvClient]:
+    """A client of the environment's own server. A remote environment has a session per rollout at a time."""
+    args = {**source.env.args, **({"evaluation_sessions": concurrency} if source.env.urls else {})}
+    arena = ArenaConfig(capacity="16MiB")  # nothing goes into it
+    serve = source.serve.model_copy(update={"http": None, "protocols": []})
+    config = EnvServerConfig(
+        name=source.name, split=source.split, env=source.env, serve=serve, arena=arena, log=source.log
+    )
+    async with serve_sidecar(source.env.id, args, config=config) as client:
+        yield client
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of it; at the first error the rest is cancelled."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _while_lives(engine: asyncio.subprocess.Process | None, work: Coroutine[Any, Any, None]) -> None:
+    """The work; ProcessFailed as soon as the engine that was started for it is gone."""
+    if engine is None:
+        await work
+        return
+    working, ended = asyncio.create_task(work), asyncio.create_task(engine.wait())
+    try:
+        await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ProcessFailed("engine", ended.result())
+        working.result()
+    finally:
+        working.cancel()
+        ended.cancel()
+        await asyncio.gather(working, ended, return_exceptions=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- engine
+
+
+@asynccontextmanager
+async def _engine(plan: Plan) -> AsyncIterator[tuple[asyncio.subprocess.Process | None, dict[str, Any]]]:
+    """The engine started here, if one is, and the `model` map of requests without their sampling; it answers."""
+    if re.match(r"https?://", plan.model):
+        yield None, await _spec(plan.model.rstrip("/"), plan.tokenizer)
+        return
+    directory = Path(plan.model)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"--model {plan.model}: neither an engine's URL nor a directory with a config.json")
+    require_torch()
+    command = [sys.executable, "-m", "shmrl.inference.embedded.server", "--model", plan.model, "--port", "0"]
+    command += ["--max-num-seqs", str(plan.concurrency), "--seed", str(plan.seed)]
+    async with announced("engine", command, _SERVING, {}, preexec_fn=_die_with_parent) as (process, found):
+        yield process, await _spec(f"http://127.0.0.1:{int(found[1])}", plan.tokenizer or directory)
+
+
+async def _spec(url: str, tokenizer: Path | None) -> dict[str, Any]:
+    async with EngineClient([url]) as engine:
+        await engine.health()
+        (card,) = await engine.cards()
+    directory = tokenizer or Path(card.get("root") or "")
+    if not (directory / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{url} serves {card['id']} of {card.get('root')!r}, and {directory} has no tokenizer.json: name a copy of "
+            "the model's directory by --tokenizer"
+        )
+    tokenizer_dir, longest = str(directory.resolve()), card["max_model_len"]
+    return {"urls": [url], "name": card["id"], "tokenizer": tokenizer_dir, "max_model_len": longest}
+
+
+def _die_with_parent() -> None:
+    prctl(PDEATHSIG, signal.SIGKILL)
+
+
+# ----------------------------------------------------------------------------------------------------------- rollouts
+
+
+class _Source:
+    """The rollouts of one environment."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: EvalConfig,
+        client: EnvClient,
+        model: Mapping[str, Any],
+        file: RolloutFile,
+        progress: Progress,
+    ) -> None:
+        self._plan, self._config, self._client, self._file, self._progress = plan, config, client, file, progress
+        self._model = {**model, "sampling": config.sampling.model_dump()}
+        self._rewards: list[float] = []
+
+    async def run(self, free: asyncio.Semaphore) -> None:
+        """All rollouts that the file does not have yet."""
+        tasks, plan = await self._tasks(), self._plan
+        self._file.check(self._config, [task.id for task in tasks])
+        keys = [Key(self._config.name, number, k) for number in range(len(tasks)) for k in range(plan.rollouts)]
+        self._bar = self._progress.add_task(self._config.name, total=len(keys), reward="")
+        for row in self._file.of(self._config.name, plan.tasks, plan.rollouts):
+            self._show(row)
+
+        async def one(key: Key) -> None:
+            async with free:
+                await self._rollout(key, tasks[key.number])
+
+        await _together(one(key) for key in keys if not self._file.has(key))
+
+    async def _tasks(self) -> list[Task]:
+        found: list[Task] = []
+        while len(found) < self._plan.tasks:
+            page = await self._client.tasks(self._config.split, len(found), min(PAGE, self._plan.tasks - len(found)))
+            if not page:
+                break
+            found += page
+        if not found:
+            raise TasksetError(f"{self._config.name} has no {self._config.split} tasks")
+        return found
+
+    async def _rollout(self, key: Key, task: Task) -> None:
+        name = "/".join(map(str, key))
+        digest = hashlib.blake2s(f"{self._plan.seed}/{name}".encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "little") >> 1
+        result = await self._client.run_rollout(
+            task, model=self._model, group_id=str(key.number), seed=seed, keep="eval", tag=f"eval/{name}"
+        )
+        row = {"task": task.id, "seed": seed, **_row(result)}
+        self._file.add(key, row, self._config)
+        self._show(row)
+
+    def _show(self, row: Mapping[str, Any]) -> None:
+        if row["success"]:
+            self._rewards.append(row["reward"])
+            mean = sum(self._rewards) / len(self._rewards)
+            self._progress.update(self._bar, advance=1, reward=f"{mean:.3f}")
+
+
+def _row(result: EpisodeResult) -> dict[str, Any]:
+    if result.error is not None:
+        return {"success": False, "error": f"{result.error.type}: {result.error.message}"}
+    return {
+        "success": True,
+        "reward": result.reward,
+        "rewards": result.rewards,
+        "metrics": result.metrics,
+        "stop_reason": result.stop_reason,
+        "turns": result.num_turns,
+        "tokens": result.num_tokens,
+        "messages": result.messages,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ summary
+
+
+def summary(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One source: avg@k, the mean reward of its rollouts, and pass@k, the share of its tasks of which a rollout passed.
+
+    Both are over what succeeded; None where nothing did.
+    """
+    good = [row for row in rows if row["success"]]
+    best: dict[int, float] = {}
+    for row in good:
+        best[row["number"]] = max(row["reward"], best.get(row["number"], row["reward"]))
+    return {
+        "source": name,
+        "tasks": len({row["number"] for row in rows}),
+        "rollouts": len(rows),
+        "failed": len(rows) - len(good),
+        "avg": sum(row["reward"] for row in good) / len(good) if good else None,
+        "pass": sum(reward >= PASSED for reward in best.values()) / len(best) if best else None,
+    }
+
+
+def render(table: Sequence[Mapping[str, Any]], k: int) -> str:
+    """The table as text: a header and a line per source."""
+    header = ["source", "tasks", "rollouts", "failed", f"avg@{k}", f"pass@{k}"]
+    shares = [["-" if line[key] is None else f"{line[key]:.4f}" for key in ("avg", "pass")] for line in table]
+    counts = [[str(line[key]) for key in header[:4]] for line in table]
+    lines = [header, *(count + share for count, share in zip(counts, shares, strict=True))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    shapes = [f"{{:{side}{width}}}" for side, width in zip("<>>>>>", widths, strict=True)]
+    return "\n".join("  ".join(shape.format(cell) for shape, cell in zip(shapes, line, strict=True)) for line in lines)

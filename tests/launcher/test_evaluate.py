@@ -1,0 +1,224 @@
+"""`shmrl eval`: every rollout once, in a file that the same command completes; what it counts; what it refuses."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shmrl.config import TinyModel, load_eval
+from shmrl.env import resolve_env
+from shmrl.errors import ConfigError, ProcessFailed, TasksetError
+from shmrl.launcher.evaluate import Plan, _while_lives, evaluate, render, summary
+from shmrl.launcher.rollout_file import Key, RolloutFile
+from tests.env.conftest import model_dir, until  # noqa: F401
+from tests.test_cli import cli
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ENVIRONMENT = """
+from pathlib import Path
+
+from shmrl.env import Environment, Episode
+from shmrl.types import Task
+
+
+class Graded(Environment):
+    def __init__(self, hang=False):
+        self.hang = hang
+
+    def tasks(self, split):
+        return [Task(f"{split}-{i}", {"reward": reward}, i) for i, reward in enumerate((1.0, 0.5, None, 0.25))]
+
+    async def rollout(self, task, model):
+        await model.chat_text([{"role": "user", "content": task.id}])
+        while self.hang and task.data["reward"] != 1.0:
+            await __import__("asyncio").sleep(60)
+        if task.data["reward"] is None and not Path("mended").exists():
+            raise RuntimeError("no reward today")
+        return Episode(task.data["reward"] or 0.0)
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working directory with the environment `graded:Graded`."""
+    (tmp_path / "graded.py").write_text(ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def plan(place, model_dir):  # noqa: F811
+    """An evaluation of `Graded` with an engine that someone else runs."""
+    command = [sys.executable, "-m", "tests.support.fake_engine"]
+    with subprocess.Popen(command, cwd=CONFIGS.parent, stdout=subprocess.PIPE, text=True) as engine:
+        url = engine.stdout.readline().strip()
+        yield Plan(load_eval("graded:Graded"), url, 2, 2, 3, place / "out" / "eval.jsonl", tokenizer=model_dir)
+        engine.terminate()
+
+
+def rows(plan):
+    return [json.loads(line) for line in plan.out.read_text().splitlines()]
+
+
+def keys(plan):
+    return sorted((row["source"], row["number"], row["rollout"]) for row in rows(plan))
+
+
+def test_every_rollout_is_a_line_and_the_table_has_both_measures(plan, capsys):
+    plan = replace(plan, sources=[*plan.sources, *load_eval("reverse-text", {"sampling.max-tokens": "8"})])
+    assert evaluate(plan) == 0
+    assert keys(plan) == [(name, i, k) for name in ("graded-Graded", "reverse-text") for i in (0, 1) for k in (0, 1)]
+    assert len({row["seed"] for row in rows(plan)}) == 8
+    assert {row["task"] for row in rows(plan)} == {"eval-0", "eval-1"}
+    assert all(row["messages"][0]["role"] == "user" for row in rows(plan) if row["source"] == "reverse-text")
+    header, graded, _ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["source", "tasks", "rollouts", "failed", "avg@2", "pass@2"]
+    assert graded.split() == ["graded-Graded", "2", "4", "0", "0.7500", "0.5000"]
+
+
+def test_the_same_command_completes_a_file_that_was_cut(plan):
+    evaluate(plan)
+    whole = plan.out.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    plan.out.write_bytes(b"".join(lines[:2]) + lines[2][:50])
+    assert evaluate(plan) == 0
+    assert plan.out.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
+    assert sorted(plan.out.read_bytes().splitlines()) == sorted(whole.splitlines())
+
+
+def test_a_server_of_someone_else_is_evaluated_by_its_url(plan):
+    url, server = resolve_env("guess-number", {"high": 3})
+    with server:
+        sources = load_eval(f"openenv:{url}", {"env.max-turns": "2", "sampling.max-tokens": "4"})
+        assert evaluate(replace(plan, sources=sources)) == 0
+    assert keys(plan) == [(sources[0].name, i, k) for i in (0, 1) for k in (0, 1)]
+    assert {row["messages"][0]["content"] for row in rows(plan)} == {"1-3"}
+
+
+def test_rollouts_that_failed_are_told_and_tried_again(plan, place, capsys):
+    plan = replace(plan, tasks=99)
+    assert evaluate(plan) == 1
+    assert capsys.readouterr().out.split()[-6:] == ["graded-Graded", "4", "8", "2", "0.5833", "0.3333"]
+    assert {row.get("error") for row in rows(plan)} == {None, "RuntimeError: no reward today"}
+    (place / "mended").touch()
+    assert evaluate(plan) == 0
+    assert capsys.readouterr().out.split()[-6:] == ["graded-Graded", "4", "8", "0", "0.4375", "0.2500"]
+    assert len(rows(plan)) == 10
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (config,), path = load_eval("reverse-text"), tmp_path / "eval.jsonl"
+    with RolloutFile(path, "m") as file:
+        file.add(Key("reverse-text", 1, 0), {"task": "eval-1", "success": True, "reward": 1.0}, config)
+    with RolloutFile(path, "m") as file:
+        file.check(config, ["eval-0", "eval-1"])
+        file.check(config, ["eval-0"])  # a smaller n
+        with pytest.raises(ConfigError, match="with task = 'eval-1', not 'other-1': name another file by --out"):
+            file.check(config, ["other-0", "other-1"])
+        with pytest.raises(ConfigError, match=r"with sampling = .*'temperature': 1\.0.* not .*'temperature': 0\.5"):
+            file.check(load_eval("reverse-text", {"sampling.temperature": "0.5"})[0], ["eval-0", "eval-1"])
+    with pytest.raises(ConfigError, match="has rollouts of m, not of other: name another file by --out"):
+        RolloutFile(path, "other")
+
+
+def test_a_file_is_of_rollouts_and_has_one_writer(tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"a": 1}\n')
+    with pytest.raises(ConfigError, match=r"other\.jsonl, line 1, is no rollout"):
+        RolloutFile(other, "m")
+    with (
+        RolloutFile(tmp_path / "eval.jsonl", "m"),
+        pytest.raises(ConfigError, match="in use by another evaluation"),
+    ):
+        RolloutFile(tmp_path / "eval.jsonl", "m")
+
+
+def test_what_cannot_be_evaluated_is_refused_before_anything_starts(plan, place):
+    with pytest.raises(ConfigError, match="neither an engine's URL nor a directory with a config"):
+        evaluate(replace(plan, model=str(place)))
+    with pytest.raises(ConfigError, match="serves policy of 'someone/policy', and someone/policy has no tokenizer"):
+        evaluate(replace(plan, tokenizer=None))
+    with pytest.raises(ConfigError, match="the same name: graded-Graded, graded-Graded"):
+        evaluate(replace(plan, sources=[*plan.sources, *plan.sources]))
+    assert not plan.out.exists() or not plan.out.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "m"], "give at least one env id, TOML file or --url"),
+        (["reverse-text", "--model", "m", "-n", "0"], "-n 0 -r 3 -c 16: each is at least 1"),
+        (["reverse-text", "--model", "m", "--sampling.top-q", "1"], "did you mean top_p?"),
+        (["--url", "http://a:1", "--model", "m"], "max_turns is required for openenv:http://a:1"),
+        (["nowhere.toml", "--model", "m"], "nowhere.toml"),
+    ],
+)
+def test_the_commands_refusals(arguments, said, place):
+    done = cli("eval", *arguments)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+def test_a_task_set_that_cannot_be_read_ends_it(plan):
+    with pytest.raises(TasksetError, match="rotten"):
+        evaluate(replace(plan, sources=load_eval("tests.env.environments:RaisingLater")))
+
+
+def test_environments_come_by_id_from_a_servers_file_and_from_a_run(tmp_path):
+    (by_id,) = load_eval("my_module:Echo", {"env.args.size": "3"})
+    assert (by_id.name, by_id.env.id, by_id.env.args, by_id.split) == (
+        "my_module-Echo",
+        "my_module:Echo",
+        {"size": 3},
+        "eval",
+    )
+    file = tmp_path / "env.toml"
+    file.write_text('name = "mine"\nenv.id = "reverse-text"\nserve.sandbox = "bwrap"\nsampling.max_tokens = 7\n')
+    (served,) = load_eval(str(file))
+    assert (served.name, served.serve.sandbox, served.sampling.max_tokens) == ("mine", "bwrap", 7)
+    (held_out,) = load_eval(str(CONFIGS / "reverse-text.toml"))
+    assert held_out.name == "reverse-text-eval"
+    assert held_out.sampling.max_tokens < 128
+
+
+def test_the_measures():
+    done = [
+        {"number": 0, "success": True, "reward": 0.0},
+        {"number": 0, "success": True, "reward": 1.0},
+        {"number": 1, "success": True, "reward": 0.5},
+        {"number": 1, "success": False},
+        {"number": 2, "success": False},
+    ]
+    line = {"source": "a", "tasks": 3, "rollouts": 5, "failed": 2, "avg": 0.5, "pass": 0.5}
+    assert summary("a", done) == line
+    assert summary("a", done[3:])["avg"] is None
+    assert render([summary("a", done[3:])], 2).splitlines()[1].split() == ["a", "2", "2", "2", "-", "-"]
+
+
+async def test_it_does_not_wait_for_an_engine_that_died():
+    engine = await asyncio.create_subprocess_exec("false")
+    with pytest.raises(ProcessFailed, match="engine exited with code 1"):
+        await _while_lives(engine, asyncio.Event().wait())
+
+
+async def test_with_a_model_directory_it_brings_an_engine_that_ends_with_it(place):
+    """Killed half-way: what was done is in the file, and no process is left."""
+    from shmrl.inference.embedded.tiny import write_tiny
+
+    write_tiny(TinyModel(layers=1), place / "model", 0)
+    command = [sys.executable, "-m", "shmrl", "eval", "graded:Graded", "--env.args.hang", "true", "-n", "2", "-r", "2"]
+    command += ["--model", str(place / "model"), "--sampling.max-tokens", "4"]
+    out = place / "eval.jsonl"
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as killed:  # noqa: ASYNC220
+        await until(lambda: out.exists() and out.read_bytes().count(b"\n") == 2, 120)
+        family = psutil.Process(killed.pid).children(recursive=True)
+        os.kill(killed.pid, signal.SIGKILL)
+    assert len(family) >= 3
+    assert {(row["number"], row["reward"]) for row in map(json.loads, out.read_text().splitlines())} == {(0, 1.0)}
+    await until(lambda: not any(process.is_running() and process.status() != "zombie" for process in family))
