@@ -21,10 +21,6 @@ static unsigned bin_of(uint32_t n) {
     return 8 * (log - 2) + (n >> (log - 3) & 7);
 }
 
-/* 256 * {1, 1.25, 1.5, 1.75} * 2^k up to 32 KiB; all are multiples of a cache line. */
-uint32_t srl_cell_nbytes(unsigned cls) {
-    return (256u << (cls / 4)) / 4 * (4 + cls % 4);
-}
 static unsigned cells_of(unsigned cls) {
     return SRL_PAGE / srl_cell_nbytes(cls);
 }

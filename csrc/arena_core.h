@@ -123,7 +123,6 @@ void srl_space_wait(srl_arena *a, uint32_t seen, uint64_t timeout_ns);
 void srl_space_wake(srl_arena *a);
 
 /* spans, under the lock, arena_alloc.c */
-uint32_t srl_cell_nbytes(unsigned cls);
 uint64_t srl_span_nbytes(uint64_t total);
 int srl_span_take(srl_arena *a, uint32_t share, uint64_t span, uint64_t *offset);
 int srl_span_give(srl_arena *a, const srl_block *b, uint32_t last_writer);
@@ -183,6 +182,11 @@ void srl_wide_stream(void *to, const void *from, size_t nbytes); /* around the c
 uint32_t srl_wide_crc(uint32_t crc, const void *bytes, size_t nbytes);
 /* Copies -> crc32c; streaming: around the caches, to aligned to 64 then. */
 uint32_t srl_wide_copy(void *to, const void *from, size_t nbytes, bool streaming);
+
+/* Of a class of cells: 256 * {1, 1.25, 1.5, 1.75} * 2^k up to 32 KiB; all are multiples of a cache line. */
+static inline uint32_t srl_cell_nbytes(unsigned cls) {
+    return (256u << (cls / 4)) / 4 * (4 + cls % 4);
+}
 
 /* Where the tail of a payload begins. */
 static inline uint64_t srl_tail_at(uint64_t nbytes) {
