@@ -23,9 +23,7 @@ from tests.support.runs import RUN, START_S, slow, with_model
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STEPS = [1, 2, 3, 4, 5, 6]
-DYING = with_model(RUN).replace(
-    "[trainer]", '[trainer]\nloss = { kind = "custom", path = "tests.support.dying:record" }'
-)
+DYING = RUN.replace("[trainer]", '[trainer]\nloss = { kind = "custom", path = "tests.support.dying:record" }')
 
 
 def lives(directory):
@@ -42,7 +40,7 @@ def test_a_trainer_killed_between_assembly_and_release_reads_the_same_bytes_agai
     monkeypatch.setenv("SHMRL_TEST_READ", str(tmp_path))
     monkeypatch.setenv("SHMRL_TEST_DIES", "5:1")
     settings = {"run.restarts.trainer": 1, "trainer.checkpoint.interval": 3, "arena.retain_steps": 2}
-    one = run(text=DYING, **settings, **{"trainer.ranks": 2, "orchestrator.seq_len": 128}).start()
+    one = run(text=with_model(DYING), **settings, **{"trainer.ranks": 2, "orchestrator.seq_len": 128}).start()
     wait_until((tmp_path / "died").exists, START_S, "the death of a rank")
     file = tmp_path / "step_4"
     replay.export(4, one.output_dir, file, None)  # while the trainer is away
