@@ -94,6 +94,11 @@ class EnvSpec(Table):
         """Of the servers that someone else runs; empty for an environment of this machine."""
         return remote_urls(self.id)
 
+    @property
+    def evaluations(self) -> int:
+        """Sessions that a remote environment's evaluations share."""
+        return int(self.args.get("evaluation_sessions", 1))
+
     @model_validator(mode="before")
     @classmethod
     def _of_url(cls, given: Any) -> Any:
@@ -294,8 +299,9 @@ class RunTree(Table):
 
     def remote_sessions(self, urls: list[str]) -> tuple[int, int]:
         """(sessions for training, sessions for evaluation) that this run opens at most on these servers together."""
-        on = [split for split, source in self.sources if set(source.env.urls) & set(urls)]
-        return self.orchestrator.inflight if "train" in on else 0, on.count("eval")
+        on = [(split, source.env) for split, source in self.sources if set(source.env.urls) & set(urls)]
+        trains = any(split == "train" for split, _ in on)
+        return self.orchestrator.inflight if trains else 0, sum(env.evaluations for split, env in on if split == "eval")
 
     def absolute(self) -> RunTree:
         """The same run with absolute paths, so that its resolved files mean the same in every directory."""

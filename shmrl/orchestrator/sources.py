@@ -71,7 +71,7 @@ class Source:
         """How long one episode may take here; None for no limit. Evaluations of a remote source take turns."""
         turns = 1
         if isinstance(self.config, EvalSource) and self.config.env.urls:
-            turns = self.config.num_examples * self.config.rollouts_per_example
+            turns = -(-self.config.num_examples * self.config.rollouts_per_example // self.config.env.evaluations)
         return turns * self.config.serve.request_timeout_s or None
 
     async def connect(self, timeout_s: float, arena: str) -> None:

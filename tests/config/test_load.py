@@ -275,6 +275,8 @@ def test_a_remote_source_is_the_id_of_its_urls(tmp_path):
     )
     assert tree.remote_sessions(spec.urls) == (48, 1)
     assert env_server_from(tree, 0).env.args == {"sessions": [48, 1]}
+    shared = load_run([write(tmp_path, REMOTE)], {"orchestrator.eval.source.0.env.args.evaluation-sessions": "4"})
+    assert shared.remote_sessions(spec.urls) == (64, 4)
     assert load_run([write(tmp_path, dump_toml(tree), "again.toml")]) == tree
     assert tree.orchestrator.train.source[1].env.urls == []
 

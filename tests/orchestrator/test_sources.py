@@ -1,8 +1,14 @@
 """What an episode is told of the engine."""
 
+import pytest
+
+from shmrl.config import load_run
 from shmrl.env.model import ModelSpec
 from shmrl.orchestrator.sources import Source
 from tests.support.fake_vllm import run_on
+
+REMOTE = "url = 'http://there:8000'\nmax_turns = 2"
+SHARED = f"{REMOTE}\nargs.evaluation_sessions = 4"
 
 
 def test_an_episode_asks_engines_as_the_run_is_configured(tmp_path):
@@ -18,3 +24,14 @@ def test_an_episode_asks_engines_as_the_run_is_configured(tmp_path):
     salts = {source.model(version, group)["cache_salt"] for version in (3, 4) for group in ("g", "h")}
     assert len(salts) == 4  # no prefix is taken over from other weights
     assert not any("/" in salt for salt in salts)  # vLLM takes none
+
+
+@pytest.mark.parametrize(("env", "timeout_s"), [("id = 'reverse-text'", 300), (REMOTE, 64 * 300), (SHARED, 16 * 300)])
+def test_evaluations_that_take_turns_have_the_time_for_it(tmp_path, env, timeout_s):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "[model.tiny]\n[orchestrator]\nbatch_size = 8\n"
+        "[[orchestrator.train.source]]\nname = 'words'\nenv.id = 'reverse-text'\n"
+        f"[[orchestrator.eval.source]]\nname = 'held'\n[orchestrator.eval.source.env]\n{env}\n"
+    )
+    assert Source(load_run([file]), 1, client=None).timeout_s == timeout_s
