@@ -86,7 +86,7 @@ def _rows_worth_a_block(opening: Opening) -> int:
 
 def _equal(a: NDArray[Any], b: NDArray[Any]) -> int:
     """How many first rows of two arrays of one shape are equal."""
-    differ = (a != b).reshape(len(a), -1).any(axis=1)
+    differ = (a != b).any(axis=tuple(range(1, a.ndim)))
     return int(np.argmax(differ)) if differ.any() else len(a)
 
 
