@@ -88,7 +88,7 @@ def load_run(files: Sequence[Path], flags: Mapping[str, str] | None = None) -> R
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and "name" in run and "output_dir" not in run:
         run["output_dir"] = f"runs/{run['name']}"
-    return _validate(RunTree, tree, origin)
+    return validated(RunTree, tree, origin)
 
 
 def load_env_server(files: Sequence[Path], flags: Mapping[str, str] | None = None) -> EnvServerConfig:
@@ -97,7 +97,7 @@ def load_env_server(files: Sequence[Path], flags: Mapping[str, str] | None = Non
     serve = tree.setdefault("serve", {})
     if isinstance(serve, dict) and not serve.get("protocols"):
         serve.setdefault("address", "tcp://127.0.0.1:5000")
-    return _validate(EnvServerConfig, tree, origin)
+    return validated(EnvServerConfig, tree, origin)
 
 
 def env_server_from(tree: RunTree, index: int) -> EnvServerConfig:
@@ -115,10 +115,10 @@ def load_eval(given: str, flags: Mapping[str, str] | None = None) -> list[EvalCo
     a run's file, of which the eval sources are taken, or the train sources where it has none."""
     if not given.endswith(".toml"):
         tree, origin = read_layers([], {"env.id": f'"{given}"', "name": f'"{_source_name(given)}"', **(flags or {})})
-        return [_validate(EvalConfig, tree, origin)]
+        return [validated(EvalConfig, tree, origin)]
     tree, origin = read_layers([Path(given)], flags)
     if "orchestrator" not in tree:
-        return [_validate(EvalConfig, tree, origin)]
+        return [validated(EvalConfig, tree, origin)]
     run = load_run([Path(given)], flags)
     sources = [source for split, source in run.sources if split == "eval"] or run.orchestrator.train.source
     return [
@@ -132,14 +132,15 @@ def _source_name(env_id: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", env_id).strip("-._")[:64] or "env"
 
 
-def _validate(model: type[T], tree: dict[str, Any], origin: dict[str, str]) -> T:
+def validated(model: type[T], tree: dict[str, Any], origin: Mapping[str, str] | None = None) -> T:
+    """The tree as its model; ConfigError lists every fault. origin: which file or flag each dotted key came from."""
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError([_line(model, item, origin) for item in error.errors()]) from None
+        raise ConfigError([_line(model, item, origin or {}) for item in error.errors()]) from None
 
 
-def _line(model: type[BaseModel], item: Any, origin: dict[str, str]) -> str:
+def _line(model: type[BaseModel], item: Any, origin: Mapping[str, str]) -> str:
     """One fault as `file: dotted.key = value: what is wrong`."""
     path = [str(part) for part in item["loc"]]
     dotted = ".".join(path)
@@ -153,7 +154,7 @@ def _line(model: type[BaseModel], item: Any, origin: dict[str, str]) -> str:
     return _join(source, shown, message)
 
 
-def _source(path: list[str], origin: dict[str, str]) -> str:
+def _source(path: list[str], origin: Mapping[str, str]) -> str:
     """Who gave the value at `path`: the file it stands in, and every flag below it."""
     file = next((origin[key] for n in range(len(path), 0, -1) if (key := ".".join(path[:n])) in origin), "")
     below = ".".join([*path, ""])

@@ -51,8 +51,14 @@ class Table(BaseModel):
 
 
 class Restarts(Table):
-    """`[run.restarts]`: how often a role that dies is started again in place, the arena kept, before the run ends."""
+    """`[run.restarts]`: how often a role that dies is started again in place, the arena kept, before the run ends.
 
+    The trainer goes back to its last checkpoint and is sent the steps since then again: arena.retain_steps covers them.
+    The orchestrator goes on where it stood, with the finished groups that are in the arena.
+    """
+
+    orchestrator: Count = 0
+    trainer: Count = 0
     inference: Count = 0
     node: Count = 3
 

@@ -415,6 +415,15 @@ class RunTree(Table):
                 f"{processes:,} processes would attach to the arena, which has {PROCESS_SLOTS} places: lower "
                 "serve.pool.workers or trainer.ranks"
             )
+        interval, retained = self.trainer.checkpoint.interval, self.arena.retain_steps
+        again = min(interval or self.run.max_steps, self.run.max_steps) - 1
+        if self.run.restarts.trainer and retained < again:
+            problems.append(
+                f"run.restarts.trainer = {self.run.restarts.trainer}: a restarted trainer goes back to its last "
+                f"checkpoint, up to {again} steps before the current one (trainer.checkpoint.interval = {interval}, "
+                f"run.max_steps = {self.run.max_steps}), but arena.retain_steps = {retained}: set it to {again}, or "
+                f"the interval to {retained + 1}"
+            )
         if self.trainer.lora and self.warmup.steps and self.model.tiny:
             problems.append(
                 "[trainer.lora] keeps the model it started from, and [warmup] overwrites that of [model.tiny]"

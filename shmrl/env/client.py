@@ -110,6 +110,11 @@ class EnvClient:
         and node: what `Handle.origin` says of its blocks, and the url they can be fetched from (None: nowhere)."""
         return await self._call("info", {})
 
+    async def take_over(self, run: str) -> int:
+        """End what clients before this one asked for under the tag `run`: how many episodes that were. Their blocks, as
+        far as they are there, are nobody else's afterwards."""
+        return int((await self._call("take_over", {"run": run}))["ended"])
+
     async def tasks(self, split: str, start: int, n: int) -> list[Task]:
         """Tasks start .. start + n of a split; fewer only at the end of a finite set. TasksetError if it raised."""
         reply = await self._call("tasks", {"split": split, "start": start, "n": n})

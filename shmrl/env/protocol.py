@@ -12,6 +12,8 @@ Both ends send ZMQ's heartbeats: a peer that is silent for SILENCE_MS is gone, a
     run_rollout {task, model, group_id, seed, keep, tag}    one episode; keep = train | eval | warmup
     run_group {task, model, group_id, seeds, keep, tag}     one episode per seed, scored together; tags are tag/0, ...
     cancel {request_id, tag}  cancelled: whether it was still running; blocks of an unclaimed reply are freed
+    take_over {run}           ended: how many episodes of the run that other clients had asked for were still open; from
+                              the reply on, nothing of them is written or freed
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from shmrl.payload.wireform import sample_from_wire, sample_to_wire
 from shmrl.types import EpisodeResult, ErrorInfo, Task
 from shmrl.wire import pack, unpack
 
-METHODS = ("hello", "health", "info", "tasks", "run_rollout", "run_group", "cancel")
+METHODS = ("hello", "health", "info", "tasks", "run_rollout", "run_group", "cancel", "take_over")
 MAX_TASKS = 1024
 PING_MS, SILENCE_MS = 5_000, 60_000
 """How often each end asks whether the other is there, and after what silence the connection ends."""

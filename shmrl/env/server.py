@@ -72,6 +72,7 @@ class EnvServer:
         self._stopped = asyncio.Event()
         self._clients: set[bytes] = set()
         self._requests: dict[tuple[bytes, bytes], Request] = {}
+        self._episodes: dict[asyncio.Task[Any], tuple[bytes, str]] = {}  # handler of an open one -> its client, its tag
         self._handlers: set[asyncio.Task[None]] = set()
         self._lag_ms = 0.0
         self._node: NodeServer | None = None
@@ -220,19 +221,23 @@ class EnvServer:
 
     async def _handle(self, identity: bytes, frames: list[bytes]) -> None:
         """One request, one reply; whatever a client sends, the next request works."""
-        number = frames[0] if frames else b""
+        number, me = frames[0] if frames else b"", asyncio.current_task()
+        assert me is not None
         tag = ""
         try:
             number, method, payload = parse_request(frames)
             if method != "hello" and identity not in self._clients:
                 raise ProtocolError(f"{method}: say hello with the run's token first")
             tag = _episodes_tag(method, payload)
+            if tag:
+                self._episodes[me] = identity, tag
             reply = await self._reply(identity, number, method, payload, frames[2])
         except Exception as error:
             reply = error_reply(error)
         if not await self._send(identity, number, reply) and tag:
             log.warning("the client of %s is gone: its episode is dropped", tag)
             self._arena.discard(tag)
+        self._episodes.pop(me, None)
 
     async def _reply(self, identity: bytes, number: bytes, method: str, payload: dict[str, Any], raw: bytes) -> bytes:
         if method == "hello":
@@ -244,6 +249,8 @@ class EnvServer:
             return pack({"success": True, **self._info()})
         if method == "cancel":
             return self._cancel(identity, payload)
+        if method == "take_over":
+            return await self._take_over(identity, payload)
         return await self._run(identity, number, method, _episodes_tag(method, payload), raw)
 
     def _hello(self, identity: bytes, payload: dict[str, Any]) -> bytes:
@@ -270,6 +277,19 @@ class EnvServer:
         if (request is None or request.reply.done()) and "tag" in payload:
             self._arena.discard(check_tag(payload["tag"], "cancel"))
         return pack({"success": True, "cancelled": cancelled})
+
+    async def _take_over(self, identity: bytes, payload: dict[str, Any]) -> bytes:
+        """Waits for the last word on every episode of the run that another client had asked for."""
+        expect(payload, "take_over", run=str)
+        prefix = payload["run"] + "/"
+        for (client, _), request in list(self._requests.items()):
+            if client != identity and request.tag.startswith(prefix):
+                self._pool.cancel(request)
+        theirs = [task for task, (who, tag) in self._episodes.items() if who != identity and tag.startswith(prefix)]
+        if theirs:
+            log.info("ending %d episodes of a client before this one", len(theirs))
+            await asyncio.wait(theirs)
+        return pack({"success": True, "ended": len(theirs)})
 
     async def _send(self, identity: bytes, number: bytes, reply: bytes) -> bool:
         """False when the client is gone."""

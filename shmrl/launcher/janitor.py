@@ -92,10 +92,10 @@ def _listen(pipe: BinaryIO) -> dict[str, list[Any]] | None:
 def _clean(facts: dict[str, list[Any]]) -> None:
     import shutil
 
-    from shmrl.launcher.processes import kill_all
+    from shmrl.launcher.processes import find, kill_all
 
     roots = [(pid, created) for pid, created in facts["process"]]
-    left = kill_all(facts["run"][0], roots, KILL_TIMEOUT_S)
+    left = kill_all(lambda: find(facts["run"][0], roots), KILL_TIMEOUT_S)
     for process in left:
         print(f"janitor: {process} survived SIGKILL for {KILL_TIMEOUT_S} s", file=sys.stderr)
     for address in facts["arena"]:

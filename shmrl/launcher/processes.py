@@ -10,27 +10,28 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
 
-RUN_VARIABLE = "SHMRL_RUN"
+RUN_VARIABLE, ROLE_VARIABLE = "SHMRL_RUN", "SHMRL_ROLE"
 _QUIET_S = 0.2  # nothing found for so long: a child caught between fork and exec would have shown
 
 
-def child_environment(run_id: str) -> dict[str, str]:
-    """Environment of every process of a run: the id, one thread per role unless set, an /proc/environ that survives.
+def child_environment(run_id: str, role: str) -> dict[str, str]:
+    """Environment of every process of a role: the run's id and the role's name, one thread unless set, an
+    /proc/environ that survives.
 
     SPT_NOENV keeps setproctitle from writing titles over the environment, which would erase the id.
     """
-    ours = {RUN_VARIABLE: run_id, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
+    ours = {RUN_VARIABLE: run_id, ROLE_VARIABLE: role, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
     return {"OMP_NUM_THREADS": "1", **os.environ, **ours}
 
 
 def find(run_id: str, roots: Iterable[tuple[int, float]]) -> set[psutil.Process]:
     """Every live process of the run except this one; `roots` are (pid, start time) of the roles."""
-    found = {process for pid in psutil.pids() if _tagged(pid, run_id) and (process := _process(pid))}
+    found = _tagged({RUN_VARIABLE: run_id})
     for pid, created in roots:
         process = _process(pid)
         if process is not None and process.create_time() == created:
@@ -40,13 +41,17 @@ def find(run_id: str, roots: Iterable[tuple[int, float]]) -> set[psutil.Process]
     return {process for process in found if process.pid != os.getpid() and _alive(process)}
 
 
-def kill_all(run_id: str, roots: Iterable[tuple[int, float]], timeout_s: float) -> list[psutil.Process]:
-    """SIGKILL until nothing of the run is left for a moment; returns what is still there after `timeout_s`."""
-    roots = list(roots)
+def find_role(run_id: str, role: str) -> set[psutil.Process]:
+    """Every live process of one role of the run."""
+    return {process for process in _tagged({RUN_VARIABLE: run_id, ROLE_VARIABLE: role}) if _alive(process)}
+
+
+def kill_all(found: Callable[[], set[psutil.Process]], timeout_s: float) -> list[psutil.Process]:
+    """SIGKILL until nothing is `found` for a moment; returns what is still there after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     quiet_since: float | None = None
     while True:
-        left = find(run_id, roots)
+        left = found()
         now = time.monotonic()
         quiet_since = None if left else quiet_since or now
         if now > deadline or (quiet_since is not None and now - quiet_since >= _QUIET_S):
@@ -57,12 +62,18 @@ def kill_all(run_id: str, roots: Iterable[tuple[int, float]], timeout_s: float) 
         time.sleep(0.02)
 
 
-def _tagged(pid: int, run_id: str) -> bool:
+def _tagged(variables: Mapping[str, str]) -> set[psutil.Process]:
+    """Every process with these in its environment."""
+    wanted = {f"{name}={value}".encode() for name, value in variables.items()}
+    pids = [pid for pid in psutil.pids() if wanted <= _environment(pid)]
+    return {process for pid in pids if (process := _process(pid))}
+
+
+def _environment(pid: int) -> set[bytes]:
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:  # gone, or somebody else's
-        return False
-    return f"{RUN_VARIABLE}={run_id}".encode() in environment.split(b"\0")
+        return set()
 
 
 def _process(pid: int) -> psutil.Process | None:

@@ -25,7 +25,8 @@ class Role:
         final: its clean exit is part of the run's success; any exit of another role is a failure.
         drains: gets the first Ctrl-C, and takes the run to an orderly end.
         console: its standard output (a line per step) goes to the terminal; logs go to the file in every case.
-        restarts: how often it is started again when it dies, before that ends the run.
+        restarts: how often it is started again when it dies, before that ends the run. again: what its command then
+            has in addition.
         count: processes that do this role's work (ranks, workers); for the table only.
 
     Example: Role("orchestrator", ["python", "-m", "shmrl", "orchestrator", "o.toml"], Path("o.log"), final=True)
@@ -40,21 +41,24 @@ class Role:
     drains: bool = False
     console: bool = False
     restarts: int = 0
+    again: Sequence[str] = ()
 
 
 def process_table(tree: RunTree, rundir: RunDir, *, resume: bool = False) -> list[Role]:
     """Every role of a run in the order in which they are started."""
-    again = ["--resume"] if resume else []
+    given, again = (["--resume"], []) if resume else ([], ["--resume"])
     roles = [_env_server(tree, rundir, i) for i, (_, s) in enumerate(tree.sources) if s.serve.address is None]
     roles.append(
         Role(
             "orchestrator",
-            [*shmrl("orchestrator", rundir.config("orchestrator")), *again],
+            [*shmrl("orchestrator", rundir.config("orchestrator")), *given],
             rundir.log("orchestrator"),
             tree.trainer_address,
             final=True,
             drains=True,
             console=True,
+            restarts=tree.run.restarts.orchestrator,
+            again=again,
         )
     )
     if tree.node.address is not None:
@@ -64,8 +68,9 @@ def process_table(tree: RunTree, rundir: RunDir, *, resume: bool = False) -> lis
         command = shmrl("inference", rundir.config("inference"))
         address, restarts = tree.inference.engine_urls[0], tree.run.restarts.inference
         roles.append(Role("inference", command, rundir.log("inference"), address, restarts=restarts))
-    command = [*shmrl("trainer", rundir.config("trainer")), *again]
-    roles.append(Role("trainer", command, rundir.log("trainer"), count=tree.trainer.ranks, final=True))
+    command, restarts = [*shmrl("trainer", rundir.config("trainer")), *given], tree.run.restarts.trainer
+    log, ranks = rundir.log("trainer"), tree.trainer.ranks
+    roles.append(Role("trainer", command, log, count=ranks, final=True, restarts=restarts, again=again))
     return roles
 
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
 from shmrl.errors import ProcessFailed
 from shmrl.launcher.janitor import Janitor
-from shmrl.launcher.processes import child_environment, find, kill_all
+from shmrl.launcher.processes import child_environment, find, find_role, kill_all
 from shmrl.launcher.roles import Role
 from shmrl.monitor.log import tail
 
@@ -93,7 +92,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=None if role.console else output,
                 stderr=output,
-                env=child_environment(self._run_id),
+                env=child_environment(self._run_id, role.name),
                 start_new_session=True,
             )
         self._running[role.name] = process
@@ -157,7 +156,7 @@ class Supervisor:
 
     async def _exited(self, event: _Exited, awaited: set[str]) -> Outcome | None:
         role, code = event.role, event.code
-        process = self._running.pop(role.name)
+        del self._running[role.name]
         accepted = (0, 130) if self._interrupts and role.drains else (0,)
         if role.name in awaited and code in accepted:
             awaited.discard(role.name)
@@ -167,19 +166,19 @@ class Supervisor:
         if self._interrupts and role.drains and code == -signal.SIGINT:
             return Outcome(130, "interrupted", "stopped by Ctrl-C before there was a step to finish")
         if self._restarted[role.name] < role.restarts and not self._interrupts:
-            await self._restart(event, process.pid)
+            await self._restart(event)
             return None
         return await self._cause(event)
 
-    async def _restart(self, event: _Exited, group: int) -> None:
-        """Start a role again in place, once nothing of its process group is left that could hold its port."""
+    async def _restart(self, event: _Exited) -> None:
+        """Start a role again in place, once none of its processes is left, whatever session it is in: it could hold
+        the role's port, or do its work beside it."""
         role = event.role
         self._restarted[role.name] += 1
         failure(role, event.code)
         log.warning("restarting %s (%d of %d)", role.name, self._restarted[role.name], role.restarts)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        await self._start(role)
+        await self._kill(lambda: find_role(self._run_id, role.name))
+        await self._start(replace(role, command=[*role.command, *role.again], again=()))
 
     async def _cause(self, event: _Exited) -> Outcome:
         """The failure to report. The role that drains talks to all others and fails when one of them dies, which may be
@@ -219,7 +218,10 @@ class Supervisor:
             if not find(self._run_id, self._roots):
                 break
             await asyncio.sleep(0.05)
-        for survivor in await asyncio.to_thread(kill_all, self._run_id, self._roots, KILL_TIMEOUT_S):
+        await self._kill(lambda: find(self._run_id, self._roots))
+
+    async def _kill(self, found: Callable[[], set[psutil.Process]]) -> None:
+        for survivor in await asyncio.to_thread(kill_all, found, KILL_TIMEOUT_S):
             log.error("%s survived SIGKILL", survivor)
 
 

@@ -21,12 +21,12 @@ LAG_WINDOW = 6000  # a minute of ticks
 
 
 class MetricsFile:
-    """`metrics.jsonl` of a run. `resume_step`: keep the lines up to this step; None or 0 starts an empty file."""
+    """`metrics.jsonl` of a run. `resume_step`: keep the lines up to this step; None starts an empty file."""
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if line["step"] <= resume_step] if resume_step else []
+        kept = [line for line in _lines(path) if line["step"] <= resume_step] if resume_step is not None else []
         partial = path.with_suffix(".jsonl.part")
         partial.write_text("".join(_encoded(line) for line in kept))
         os.replace(partial, path)
@@ -36,6 +36,11 @@ class MetricsFile:
         line = {"step": record["step"], **{key: record[key] for key in sorted(record) if key != "step"}}
         with self._path.open("a") as file:
             file.write(_encoded(line))
+
+
+def last_step(path: Path) -> int | None:
+    """The step of the last line; None where there is none."""
+    return max((line["step"] for line in _lines(path)), default=None)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

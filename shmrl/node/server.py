@@ -211,8 +211,8 @@ class NodeServer:
         with reply.view:
             stream.send(head, more=body and reply.nbytes > 0)
             if body and reply.nbytes:
+                self.service.count("sent_bytes", reply.nbytes)  # first: who has them all finds them counted
                 self._send_block(stream, reply)
-                self.service.count("sent_bytes", reply.nbytes)
 
     def _send_block(self, stream: Stream, reply: Reply) -> None:
         view = reply.view

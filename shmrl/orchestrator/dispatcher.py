@@ -109,6 +109,12 @@ class Dispatcher:
         for source in self._sources:
             source.position = int(state["positions"].get(source.name, 0))
 
+    def skip_to(self, number: int) -> None:
+        """Groups below `number` were started by an orchestrator before this one: their tasks are not given again."""
+        while self.groups < number:
+            self._drawn(self.groups).position += 1
+            self.groups += 1
+
     # --- what the loop tells -------------------------------------------------------------------------------------
 
     def wake(self) -> None:

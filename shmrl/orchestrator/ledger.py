@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shmrl.errors import AlreadyFreed, ArenaError, LostPayload, StaleHandle
-from shmrl.payload.header import read_loss_mask
+from shmrl.payload.header import name_of, read_loss_mask
 from shmrl.types import Handle, MicroBatch, Sample
 
 if TYPE_CHECKING:
@@ -136,6 +136,18 @@ class Ledger:
             for handle in handles:
                 with contextlib.suppress(StaleHandle):
                     self._arena.ship([handle], readers=readers, step=step)
+
+    def resume(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
+        """Hold again what an orchestrator before this one shipped in `step`, as far as it is still there."""
+        for sample in (sample for micro_batches in ranks for micro in micro_batches for sample in micro.samples):
+            for handle in sample.handles:
+                if handle not in self._holds:
+                    try:
+                        self._arena.adopt([handle])
+                    except ArenaError:
+                        continue  # the step was done with it
+                    self._holds[handle] = Hold(name_of(sample))
+                self._holds[handle].steps.add(step)
 
     def let_go(self, step: int) -> None:
         """Nobody reads the step again: be its last reader. Blocks that later samples or steps share stay held."""

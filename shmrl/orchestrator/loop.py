@@ -5,6 +5,9 @@ Order: bind for the ranks, attach the arena, reach every env server, the engines
 n - `_train`, a task - the batch of step n + 1 is collected as far as the staleness gate allows. An evaluation runs
 between a step's publication and its report line, with nothing else changing the weights.
 
+An orchestrator that comes after one that died (`--resume`, with the same arena and living ranks) takes over instead of
+beginning: what is in the arena is adopted or freed, a step that was shipped is awaited, and the next one is collected.
+
 Nothing is spawned here. The first SIGINT or SIGTERM drains: the step being trained is finished, everything else
 released, the ranks told to checkpoint; the exit code is 130 or 143 then. The second one, or one before the first step,
 stops at once: the process releases what it holds and dies of the signal, so that a launcher can tell the two apart.
@@ -34,9 +37,10 @@ from shmrl.inference.client import EngineClient
 from shmrl.monitor.metrics import LoopLag
 from shmrl.node.host import read_token, require_arena
 from shmrl.orchestrator.admission import Admission
+from shmrl.orchestrator.adoption import adopt
 from shmrl.orchestrator.dispatcher import Dispatcher
 from shmrl.orchestrator.episodes import Episodes, reach, together
-from shmrl.orchestrator.ledger import Ledger
+from shmrl.orchestrator.ledger import Hold, Ledger
 from shmrl.orchestrator.link import TrainerLink
 from shmrl.orchestrator.policy import Policy
 from shmrl.orchestrator.report import StepReport
@@ -45,7 +49,7 @@ from shmrl.orchestrator.sinks import Batch, EvalSink, TrainSink
 from shmrl.orchestrator.sources import Source
 from shmrl.orchestrator.warmup import WarmUp
 from shmrl.payload import micro_batches_to_wire, pack
-from shmrl.types import MicroBatch, Sample
+from shmrl.types import Handle, MicroBatch, Sample
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +105,11 @@ class Orchestrator:
         self.arena = Arena.attach(require_arena(tree.arena))
         self.ledger = Ledger(self.arena, tree.trainer.ranks)
         self.shipped = ShippedSteps(tree.socket_dir / "steps")
+        if resume:
+            self.shipped.load(str(tree.arena.address))
+        else:
+            self.shipped.clear()
+            self.arena.discard(tree.run.name)  # what an earlier attempt left behind in a node's arena
         token = read_token(tree.arena)
         nominal = config.batch_size or config.inflight
         self.episodes = Episodes(self.ledger, tree.run.name, config.inflight, FAILED_BATCHES * nominal)
@@ -113,7 +122,9 @@ class Orchestrator:
         self.dispatcher.retained = self.shipped
         self.evals = [EvalSink(s, self.ledger, self.episodes, self.attempt) for s in self.sources if s.split == "eval"]
         self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
-        self.link = TrainerLink(tree.trainer_address, tree.trainer.ranks, token)
+        self.link = TrainerLink(
+            tree.trainer_address, tree.trainer.ranks, token, self.shipped, returning=tree.run.restarts.trainer > 0
+        )
         self.policy = Policy(self.engine, tree, self.link)
         self.lag = LoopLag()
         self.report = StepReport(tree, self.arena, self.episodes, self.sources, self.lag)
@@ -122,34 +133,45 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Everything from connecting to `finish`."""
-        self.arena.discard(self.tree.run.name)  # what an earlier attempt left behind in a node's arena
         step = await self._connect()
-        self.report.open(step)
         self.spawn(self.lag.run())
         self.spawn(self.episodes.watch())
         self.spawn(self.policy.watch())
-        if step == 0:
-            await WarmUp(self).run()
-        await self._begin(step)
-        if step == 0 and self.evals:
+        if self.link.begun or self.shipped.last is not None:
+            training = await self._take_over(step)
+        else:
+            training = None
+            self.report.open(step or None)
+            await self._begin(step)
+        if step == 0 and self.evals and training is None and self.report.last is None:
             self.report.write({"step": 0, **await self._evaluate(0)})
-        await self._steps(step)
+        await self._steps(step, training)
         await self._stop_episodes()
-        await self.link.broadcast({"kind": "finish"})
+        await self.link.finish()
         self._let_go(self.tree.run.max_steps)
         self.drained = True
 
     async def _connect(self) -> int:
         """Reach everyone; the step that is completed already."""
-        timeout_s = self.tree.orchestrator.connect_timeout_s
+        timeout_s, last = self.tree.orchestrator.connect_timeout_s, self.shipped.last
+        if last is not None and last.step > (self.report.last or 0):
+            self.link.unreported = last.step
         peers = {f"env server {s.name}": s.connect(timeout_s, self.arena.address) for s in self.sources}
         await reach(peers | {"inference": self.policy.reach(timeout_s), "trainer": self.link.hellos(timeout_s)})
+        if self.resumed:  # what an orchestrator before this one had asked for ends
+            await together(*[source.client.take_over(self.tree.run.name) for source in self.sources])
         for source in self.sources:
             source.derive_masks = self.policy.derive_masks
         step = self.link.completed
         if step and not self.resumed:
             raise RunError(f"the trainer stands at step {step}, and this run was not started with --resume")
-        if step:
+        reached = step + 1 if step + 1 == self.link.unreported else step
+        if last is not None and last.step != reached:
+            log.warning("the ranks stand at step %d: what was shipped as step %d is given up", reached, last.step)
+            self.shipped.clear()
+        if self.shipped.last is not None:
+            self.dispatcher.restore(self.shipped.last.state)
+        elif step:
             self._restore(step)
         servers, engines = ", ".join(source.name for source in self.sources), ", ".join(self.engine.urls)
         log.info("ready: env servers %s; engines %s; trainer ranks %d", servers, engines, self.tree.trainer.ranks)
@@ -171,10 +193,29 @@ class Orchestrator:
                 "checkpoint before it"
             ) from None
 
+    async def _take_over(self, completed: int) -> asyncio.Task[None] | None:
+        """Go on where an orchestrator before this one stood; the training that was under way, if one was."""
+        self.link.warmed_up = self.tree.warmup.steps > 0
+        self.report.open(completed)
+        groups = adopt(self.arena, self.tree.run.name, self.sources, self.ledger, self.sink, self.shipped)
+        self.dispatcher.skip_to(groups)
+        self._let_go(completed - self.tree.arena.retain_steps)
+        last = self.shipped.last
+        if last is not None and last.step > completed:
+            self.dispatcher.serving(completed)
+            self.dispatcher.steps_out += 1
+            self.report.resume(last.record)
+            return self.spawn(self._complete(last.step))
+        path = self.tree.published_dir(completed)
+        await self._serve(str(path if path.exists() else self.tree.initial_weights), completed)
+        return None
+
     async def _begin(self, version: int) -> None:
-        """The ranks publish the version to start from; the engines serve it before any episode starts."""
-        await self.link.broadcast({"kind": "begin", "version": version})
-        await self._serve(await self.link.published(version), version)
+        """After the warm-up, if there is one, the ranks publish the version to start from; the engines serve it before
+        any episode starts."""
+        if version == 0 and not self.link.saved:
+            await WarmUp(self).run()
+        await self._serve(await self.link.begin(version, self.dispatcher.state()), version)
 
     async def _serve(self, path: str, version: int) -> None:
         await self.policy.serve(path, version)
@@ -182,13 +223,14 @@ class Orchestrator:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    async def _steps(self, completed: int) -> None:
-        """Collect step n + 1 while step n is trained, to the last step or until the run drains."""
-        training: asyncio.Task[None] | None = None
+    async def _steps(self, completed: int, training: asyncio.Task[None] | None) -> None:
+        """Collect step n + 1 while step n is trained, to the last step or until the run drains. training: that of the
+        step behind the completed ones, if it is under way."""
         self._stepping = True
-        self.dispatcher.collecting(completed + 1)
+        first = completed + 1 if training is None else completed + 2
+        self.dispatcher.collecting(first)
         dispatching = self.spawn(self.dispatcher.run())
-        for step in range(completed + 1, self.tree.run.max_steps + 1):
+        for step in range(first, self.tree.run.max_steps + 1):
             began = time.monotonic()
             batch = await self._collect(step, dispatching, training)
             collect_s = time.monotonic() - began
@@ -236,7 +278,8 @@ class Orchestrator:
         record = self.report.begin(batch, collect_s, sum(map(len, messages)))
         where = str(tree.run.output_dir), str(tree.arena.address)
         self.shipped.add(ShippedStep(step, tree.run.name, *where, record, tuple(messages)))
-        await self._send(messages)
+        for rank in range(tree.trainer.ranks):
+            await self.link.catch_up(rank)
         await self._complete(step)
 
     async def _complete(self, step: int) -> None:
@@ -262,21 +305,19 @@ class Orchestrator:
                 self.ledger.let_go(step)
                 self.shipped.let_go(step)
 
-    async def ship(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> None:
-        """Pack, arm the done sets, send every rank its references."""
-        await self._send(self._armed(kind, step, samples, extra))
+    async def ship_warmup(self, step: int, samples: Sequence[Sample]) -> None:
+        """Send every rank its references of a warm-up step."""
+        self.link.warmed_up = True
+        for rank, raw in enumerate(self._armed("warmup", step, samples, {})):
+            await self.link.send(rank, raw)
 
     def _armed(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> list[bytes]:
-        """The message of each rank, for blocks that are armed for their readers."""
+        """Pack the samples and arm the done sets of their blocks; the message of each rank."""
         groups, size = self._packed(samples), self.tree.trainer.context_parallel
         ranks = [micros for micros in groups for _ in range(size)]  # neighbours share their sequences
         self.ledger.ship(groups, step, readers=size)
         common = {"kind": kind, "step": step, "loss_tokens": sum(sample.S for sample in samples), **extra}
         return [wire.pack({**common, "micro_batches": micro_batches_to_wire(micros)}) for micros in ranks]
-
-    async def _send(self, messages: Sequence[bytes]) -> None:
-        for rank, raw in enumerate(messages):
-            await self.link.send(rank, raw)
 
     def _packed(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         return pack(
@@ -328,20 +369,28 @@ class Orchestrator:
         self._background.discard(task)
         self._wake.set()
 
-    async def _stop_episodes(self) -> None:
+    async def _stop_background(self) -> None:
         background = list(self._background)
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
+
+    async def _stop_episodes(self) -> None:
+        await self._stop_background()
         await self.dispatcher.stop()
         self.sink.close()
         await self.episodes.close()
 
     async def close(self) -> None:
-        """Release everything on every way out; after a clean end, nothing may be left. RunError lists what is."""
-        await self._stop_episodes()
-        held = self.ledger.close()
-        self.shipped.clear()
+        """Release everything on every way out, but for a failure after which another orchestrator takes over; after a
+        clean end, nothing may be left. RunError lists what is."""
+        held: dict[Handle, Hold] = {}
+        if self.tree.run.restarts.orchestrator and not self.drained and self.signal is None:
+            await self._stop_background()
+        else:
+            await self._stop_episodes()
+            held = self.ledger.close()
+            self.shipped.clear()
         await self.link.close()
         await asyncio.gather(*[source.client.close() for source in self.sources], self.engine.aclose())
         left = await self._left_in_arena() if self.drained else []

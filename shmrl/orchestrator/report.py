@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shmrl.config import RunTree
 from shmrl.errors import EnvError
 from shmrl.monitor import console
-from shmrl.monitor.metrics import LoopLag, MetricsFile, rss_bytes
+from shmrl.monitor.metrics import LoopLag, MetricsFile, last_step, rss_bytes
 from shmrl.monitor.rollouts import write_rollouts
 from shmrl.orchestrator.episodes import Episodes
 from shmrl.orchestrator.sinks import Batch, Scored
@@ -39,11 +39,16 @@ class StepReport:
         self._tree, self._arena, self._episodes, self._sources, self._lag = tree, arena, episodes, sources, lag
         self._last = time.monotonic()
         self._record: dict[str, Any] = {}
+        self._path = tree.run.output_dir / "metrics.jsonl"
+        self.last = last_step(self._path)  # that has a line, written by an orchestrator before this one
 
-    def open(self, completed: int) -> None:
-        """Start metrics.jsonl behind the steps that are completed already; what lies beyond them is cut off."""
+    def open(self, completed: int | None) -> None:
+        """Start metrics.jsonl behind the steps that are completed already; what lies beyond them is cut off. None: an
+        empty file."""
         self._last = time.monotonic()
-        self._file = MetricsFile(self._tree.run.output_dir / "metrics.jsonl", completed)
+        if completed is None:
+            self.last = None
+        self._file = MetricsFile(self._path, completed)
 
     def begin(self, batch: Batch, collect_s: float, sent_bytes: int) -> dict[str, Any]:
         """Before the step is sent: what is known of it now, and a few rollouts with their text."""
@@ -52,6 +57,7 @@ class StepReport:
             "step": batch.step,
             "time/collect": collect_s,
             "orchestrator/bytes_per_sample": bytes_per_sample(batch, sent_bytes),
+            "episodes/shipped": len(batch.kept),
             **batch_metrics(batch),
             **{f"arena/{name}": stats[name] for name in SPILL_METRICS},
         }
@@ -61,6 +67,11 @@ class StepReport:
             rows = [(item.source, item.result, item.advantage, item.samples[0]) for item in chosen]
             write_rollouts(tree.run.output_dir / "rollouts", batch.step, self._arena, rows)
         return self._record
+
+    def resume(self, record: Mapping[str, Any]) -> None:
+        """Instead of `begin`, for a step that an orchestrator before this one shipped: what that one knew of it."""
+        self._record = dict(record)
+        self._episodes.end("shipped", record["episodes/shipped"])
 
     async def end(self, trainer: Mapping[str, float]) -> None:
         """After the step is durable: add the trainer's share and the state of arena, processes and episodes; write."""

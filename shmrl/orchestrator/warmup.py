@@ -57,7 +57,7 @@ class WarmUp:
 
     async def _supervise(self, step: int, samples: Sequence[Sample]) -> None:
         run = self._run
-        await run.ship("warmup", step, samples, {})
+        await run.ship_warmup(step, samples)
         metrics = await run.link.report(step, "warmup")
         run.ledger.let_go(step)
         run.report.warmed_up(step, metrics)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,13 @@ def save(
     optimizer: torch.optim.Optimizer,
     orchestrator: dict[str, Any],
     source: Path,
+    metrics: Mapping[str, float],
 ) -> None:
-    """Write the checkpoint of `step` on rank 0. A collective: call on every rank with its share of the optimizer."""
+    """Write the checkpoint of `step` on rank 0. A collective: call on every rank with its share of the optimizer.
+
+    orchestrator: its own part. metrics: what is reported of the step; a rank that dies before it says so can say it
+    after its restart.
+    """
     optim = get_optimizer_state_dict(
         policy, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
@@ -65,7 +70,7 @@ def save(
             torch.save(adapters, work / ADAPTERS)
         torch.save(optim, work / "optimizer.pt")
         torch.save(rng, work / "rng.pt")
-        note = {"format": FORMAT, "step": step, "world": ranks.world, "seed": tree.run.seed}
+        note = {"format": FORMAT, "step": step, "world": ranks.world, "seed": tree.run.seed, "metrics": {**metrics}}
         (work / "trainer.json").write_text(json.dumps(note, indent=1) + "\n")
         (work / "orchestrator.json").write_text(json.dumps(orchestrator) + "\n")
         _install(work, target)
@@ -102,8 +107,11 @@ def _prune(folder: Path, keep: Checkpoint) -> None:
         shutil.rmtree(folder / f"step_{step}", ignore_errors=True)
 
 
-def restore(tree: RunTree, ranks: Ranks, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Adapters, optimizer and RNG state of `step` into this rank; other weights were loaded with the model.
+def restore(
+    tree: RunTree, ranks: Ranks, step: int, policy: Policy, optimizer: torch.optim.Optimizer
+) -> dict[str, float]:
+    """Adapters, optimizer and RNG state of `step` into this rank; other weights were loaded with the model. Returns the
+    metrics of the step.
 
     RunError when a file is damaged, or when the checkpoint's note is of another format or step.
     """
@@ -119,6 +127,7 @@ def restore(tree: RunTree, ranks: Ranks, step: int, policy: Policy, optimizer: t
     rng = _loaded(path / "rng.pt", _tensors)
     if ranks.rank < len(rng):
         torch.set_rng_state(rng[ranks.rank])
+    return dict(note.get("metrics", {}))
 
 
 def _tensors(file: Path) -> Any:

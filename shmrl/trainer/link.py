@@ -1,9 +1,9 @@
 """A rank's link to the orchestrator: one DEALER socket, one msgpack map per message, hello first on every connection.
 
-The orchestrator may start later than the ranks, and by hand it may be stopped and started again: a connection that
-breaks is replaced by a fresh socket, so that nothing of the old one reaches a new orchestrator. Under a launcher
-(SHMRL_RUN is set) a vanished orchestrator is a failed run after 30 s. Used by `loop` in every rank; `shmrl.wire` lists
-the kinds.
+The orchestrator may start later than the ranks, and it may be stopped and started again: a connection that breaks is
+replaced by a fresh socket, so that nothing of the old one reaches a new orchestrator. Under a launcher (SHMRL_RUN is
+set) that starts no new one, a vanished orchestrator is a failed run after 30 s. Used by `loop` in every rank;
+`shmrl.wire` lists the kinds.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ LINGER_MS = 5000
 class OrchestratorLink:
     """Connects to `address` and says `hello()` there, again after every reconnection.
 
-    `patience_s`: how long an orchestrator may stay away, at first and after it has vanished; under a launcher the
-    latter is 30 s.
+    `patience_s`: how long an orchestrator may stay away, at first and after it has vanished; under a launcher that does
+    not start it again (`returning`) the latter is 30 s.
     """
 
-    def __init__(self, address: str, hello: Callable[[], dict[str, Any]], patience_s: float) -> None:
-        self._address, self._hello, self._patience_s = address, hello, patience_s
+    def __init__(
+        self, address: str, hello: Callable[[], dict[str, Any]], patience_s: float, *, returning: bool = False
+    ) -> None:
+        self._address, self._hello, self._patience_s, self._returning = address, hello, patience_s, returning
         self._context = zmq.Context()
         self._away_since: float | None = time.monotonic()
         self._open()
@@ -69,7 +71,7 @@ class OrchestratorLink:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._away_since = None
             return
-        if "SHMRL_RUN" in os.environ:
+        if "SHMRL_RUN" in os.environ and not self._returning:
             self._patience_s = SUPERVISED_PATIENCE_S
         log.warning("the orchestrator has gone; waiting for it for %g s", self._patience_s)
         self._away_since = time.monotonic()

@@ -1,7 +1,8 @@
 """The life of one trainer rank: load, hello, warm-up, begin, steps, finish.
 
 Started once per rank by `python -m torch.distributed.run ... -m shmrl trainer`. The orchestrator leads: every action
-here answers one of its messages. Rank 0 publishes weights, writes checkpoints and reports; a reported step is durable.
+here answers one of its messages. Rank 0 publishes weights, writes checkpoints and reports. A rank that was restarted
+stands at its last checkpoint: the orchestrator sends it the steps since then once more.
 """
 
 from __future__ import annotations
@@ -57,25 +58,33 @@ class RankLoop:
     def __init__(self, tree: RunTree, ranks: Ranks, arena: Arena, resume: bool) -> None:
         self._tree, self._ranks = tree, ranks
         self._pinned = Pinned(arena) if ranks.device.type == "cuda" else None
-        self.step = (latest_checkpoint(tree.run.output_dir) or 0) if resume else 0
+        saved = latest_checkpoint(tree.run.output_dir) if resume else None
+        self.step = saved or 0
         self._source = tree.initial_weights  # of tokenizer files: a checkpoint may be pruned while this rank lives
         frozen = tree.trainer.lora is not None  # the model itself; a checkpoint's has the adapters merged in
-        start = checkpoint.checkpoint_dir(tree, self.step) if self.step and not frozen else tree.initial_weights
+        start = tree.initial_weights if saved is None or frozen else checkpoint.checkpoint_dir(tree, saved)
         self._policy, module = prepare(tree, ranks, start)
-        self._warmed = False
         self._stepper = Stepper(tree, ranks, arena, self._policy, module, self._new_optimizer())
-        if self.step:
-            checkpoint.restore(tree, ranks, self.step, self._policy, self._stepper.optimizer)
+        self._phase = "new" if saved is None else "saved"  # wire.py says which there are
+        self._metrics: dict[str, float] = {}  # of the last step
+        if saved is not None:
+            self._metrics = checkpoint.restore(tree, ranks, saved, self._policy, self._stepper.optimizer)
         self._saved = self.step
         self._state: dict[str, Any] = {}  # the orchestrator's part of the next checkpoint
+        self._token = read_token(tree.arena)
         broadcasts = ranks.rank == 0 and tree.inference.weight_transfer == "broadcast"
         self._sender = Sender(ranks.device) if broadcasts else None
-        fixed = {"kind": "hello", "rank": ranks.rank, "world": ranks.world, "token": read_token(tree.arena)}
+        patience_s, returning = tree.orchestrator.connect_timeout_s, tree.run.restarts.orchestrator > 0
+        self._link = OrchestratorLink(tree.trainer_address, self._hello, patience_s, returning=returning)
 
-        def hello() -> dict[str, Any]:
-            return {**fixed, "step": self.step, "sender": self._sender and self._sender.port}
-
-        self._link = OrchestratorLink(tree.trainer_address, hello, tree.orchestrator.connect_timeout_s)
+    def _hello(self) -> dict[str, Any]:
+        """Who this is and where it stands; rank 0 repeats its last report, which may have been lost with a process."""
+        report = None
+        if self._ranks.rank == 0 and self.step:
+            report = {"path": str(self._tree.published_dir(self.step)), "metrics": self._metrics}
+        who = {"rank": self._ranks.rank, "world": self._ranks.world, "token": self._token}
+        stands = {"step": self.step, "phase": self._phase, "report": report}
+        return {"kind": "hello", **who, **stands, "sender": self._sender and self._sender.port}
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         o = self._tree.trainer.optimizer
@@ -91,6 +100,7 @@ class RankLoop:
                     raise RunError(f"the orchestrator sent {message['kind']!r}, expected one of {sorted(handlers)}")
                 handlers[message["kind"]](message)
             self._save()
+            self._link.send({"kind": "finished", "rank": self._ranks.rank})
         finally:
             self._link.close()
             if self._sender is not None:
@@ -102,9 +112,9 @@ class RankLoop:
     # ------------------------------------------------------------------------------------------------------ messages
 
     def _warm_up(self, message: dict[str, Any]) -> None:
-        if self.step:
+        if self._phase not in ("new", "warming"):
             raise RunError(f"a warm-up step arrived after step {self.step}")
-        self._warmed = True
+        self._phase = "warming"
         nodes = message.get("nodes", {})
         metrics = self._stepper.run(
             message["step"], _batches(message), lr=self._tree.warmup.lr, warmup=True, nodes=nodes
@@ -112,18 +122,21 @@ class RankLoop:
         self._report(message["step"], "warmup", metrics)
 
     def _begin(self, message: dict[str, Any]) -> None:
-        """Publish the version the run starts from; a warm-up's optimizer ends with it."""
+        """Publish the version the run starts from; a warm-up's optimizer ends with it. What a warm-up made is saved
+        where the trainer may have to go back to it."""
         if message["version"] != self.step:
             raise RunError(
                 f"the orchestrator begins at version {message['version']}, the trainer holds step {self.step}"
             )
-        if self._warmed:
+        warmed = self._phase == "warming"
+        if warmed:
             self._stepper.optimizer = self._new_optimizer()
         target = self._tree.published_dir(self.step)
-        if self._warmed or not target.exists():
-            unchanged = self.step == 0 and not self._warmed
-            target = self._tree.initial_weights if unchanged else self._publish()
-        self._warmed = False
+        if warmed or not target.exists():
+            target = self._tree.initial_weights if self._phase == "new" else self._publish()
+        self._phase, self._state = "begun", message["state"]
+        if warmed and self._tree.run.restarts.trainer:
+            self._checkpoint()
         self._announce(target)
 
     def _step(self, message: dict[str, Any]) -> None:
@@ -134,7 +147,7 @@ class RankLoop:
             self._pinned.extend()
         lr = learning_rate(self._tree.trainer, self._tree.run.max_steps, step)
         metrics = self._stepper.run(step, _batches(message), lr=lr, nodes=message.get("nodes", {}))
-        self.step, self._state = step, message["state"]
+        self.step, self._phase, self._state, self._metrics = step, "begun", message["state"], metrics
         began = time.monotonic()
         self._announce(self._publish())
         metrics["time/publish"] = time.monotonic() - began
@@ -165,8 +178,10 @@ class RankLoop:
 
     def _save(self) -> None:
         """Checkpoint the current step, once; step 0 is where every run starts anyway."""
-        if self.step == self._saved:
-            return
+        if self.step != self._saved:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
         began = time.monotonic()
         checkpoint.save(
             self._tree,
@@ -177,6 +192,7 @@ class RankLoop:
             self._stepper.optimizer,
             self._state,
             self._source,
+            self._metrics,
         )
         self._saved = self.step
         if self._ranks.rank == 0:

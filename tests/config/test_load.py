@@ -127,6 +127,14 @@ def test_a_file_that_is_not_there_is_named_once(tmp_path):
             "head = 300 exceeds model.tiny.vocab = 264",
         ),
         (
+            (
+                '"x"',
+                '"x"\nrestarts.trainer = 1\n[arena]\nretain_steps = 2\n[trainer.checkpoint]\ninterval = 5',
+            ),
+            "goes back to its last checkpoint, up to 4 steps before the current one (trainer.checkpoint.interval = 5, "
+            "run.max_steps = 100), but arena.retain_steps = 2: set it to 4, or the interval to 3",
+        ),
+        (
             ('name = "b"', 'name = "b"\nserve.pool.workers = 300'),
             "308 processes would attach to the arena, which has 256 places",
         ),

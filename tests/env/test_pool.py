@@ -173,6 +173,30 @@ async def test_a_reply_that_nobody_claims_is_freed(hosted, spec, arena, engine):
         await until(lambda: arena.stats()["blocks"] == 0)
 
 
+async def test_whoever_takes_a_run_over_ends_what_others_asked_for_and_finds_what_was_finished(
+    hosted, spec, arena, engine
+):
+    async with hosted(ENVS + "Echo") as (client, server), EnvClient(server.address) as before:
+        task, model = Task("0", {"text": "a"}), spec()
+        done = await rollout(before, task, model, 0)
+        engine.open.clear()
+        theirs = [asyncio.create_task(rollout(before, task, model, i)) for i in (1, 2)]
+        elsewhere = before.run_rollout(task, model=model, group_id="g", seed=3, keep="train", tag="other/test/g/3")
+        others = asyncio.create_task(elsewhere)
+        mine = asyncio.create_task(rollout(client, task, model, 4))
+        await until(lambda: engine.running == 4)
+        assert await client.take_over("run") == 2
+        assert [one.error.type for one in await asyncio.gather(*theirs)] == ["Cancelled"] * 2
+        assert [one.done() for one in (others, mine)] == [False, False]
+        assert await client.take_over("run") == 0
+        assert [row["handle"] for row in arena.ls()] == [str(done.samples[0].handles[0])]
+        engine.open.set()
+        assert (await others).success
+        assert (await mine).success
+        arena.discard("run")
+        arena.discard("other")
+
+
 async def test_a_busy_worker_is_lagging_and_keeps_its_requests(hosted, spec):
     async with hosted(ENVS + "Blocking") as (client, _):
         flying = asyncio.create_task(rollout(client, Task("0", {"seconds": 4}), spec()))

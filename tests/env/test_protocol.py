@@ -59,6 +59,7 @@ async def test_garbage_gets_a_typed_error_and_the_next_request_works(hosted):
             ((b"13b", b"tasks", pack({"split": "train", "start": -1, "n": 1})), "both count from 0"),
             ((b"13c", b"tasks", pack({"split": "train", "start": 0, "n": 1025})), "n = 1025 at once; at most 1024"),
             ((b"14", b"cancel", pack({})), "request_id is missing"),
+            ((b"14b", b"take_over", pack({})), "run is missing"),
             (
                 (
                     b"15",

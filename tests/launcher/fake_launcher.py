@@ -22,7 +22,8 @@ def role(spec):
     name, flags, code = spec.split("|", 2)
     command = [sys.executable, "-c", code]
     log = directory / f"{name}.log"
-    return Role(name, command, log, final="f" in flags, drains="d" in flags, restarts=int("r" in flags))
+    restarts = int("r" in flags)
+    return Role(name, command, log, final="f" in flags, drains="d" in flags, restarts=restarts, again=["--again"])
 
 
 def tick():

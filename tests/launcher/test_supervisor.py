@@ -104,8 +104,8 @@ def test_a_signal_that_killed_a_role_is_named(launch):
 
 ENGINE = """
 import os, pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-pathlib.Path("DIR/engine.new").write_text(f"{os.getpid()} {child.pid}")
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+pathlib.Path("DIR/engine.new").write_text(" ".join([str(os.getpid()), str(child.pid), *sys.argv[1:]]))
 os.rename("DIR/engine.new", "DIR/engine.pid")
 time.sleep(600)
 """
@@ -116,14 +116,15 @@ def test_a_role_with_a_budget_is_started_again_and_its_children_are_not_left(lau
     pids = tmp_path / "engine.pid"
 
     def other_than(pid):
-        found = [int(one) for one in pids.read_text().split()] if pids.exists() else []
+        found = pids.read_text().split() if pids.exists() else []
         return found if found and found[0] != pid else None
 
-    first, below = wait_until(lambda: other_than(0), what="the engine")
-    os.kill(first, signal.SIGKILL)
-    second, _ = wait_until(lambda: other_than(first), what="another engine")
-    gone(first, below)
-    os.kill(second, signal.SIGKILL)
+    first, below = wait_until(lambda: other_than(""), what="the engine")
+    os.kill(int(first), signal.SIGKILL)
+    second, _, option = wait_until(lambda: other_than(first), what="another engine")
+    assert option == "--again"
+    gone(int(first), int(below))
+    os.kill(int(second), signal.SIGKILL)
     code, output = launcher.finish()
     assert code == 1
     assert "restarting engine (1 of 1)" in output

@@ -33,6 +33,8 @@ def test_a_resumed_run_cuts_the_file_to_its_checkpoint(tmp_path):
     assert [line["step"] for line in lines(path)] == [0, 1, 2, 3, 4, 5]
     assert lines(path)[-1]["train/reward"] == 0.9
     MetricsFile(path, resume_step=0)
+    assert [line["step"] for line in lines(path)] == [0]
+    MetricsFile(path)
     assert path.read_text() == ""
 
 

@@ -25,7 +25,16 @@ def main(file, rank, step):
     def say(**message):
         socket.send(wire.pack(message))
 
-    say(kind="hello", rank=rank, world=tree.trainer.ranks, token=read_token(tree.arena), step=step)
+    say(
+        kind="hello",
+        rank=rank,
+        world=tree.trainer.ranks,
+        token=read_token(tree.arena),
+        step=step,
+        phase="saved" if step else "new",
+        report=None,
+        sender=None,
+    )
     state = {}
     with Arena.attach(tree.arena.address, reader=rank) as arena:
         while (message := wire.unpack(socket.recv()))["kind"] != "finish":

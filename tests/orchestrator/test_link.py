@@ -9,6 +9,7 @@ import zmq.asyncio
 from shmrl import wire
 from shmrl.errors import RunError
 from shmrl.orchestrator.link import TrainerLink
+from shmrl.orchestrator.shipped import ShippedStep, ShippedSteps
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -25,8 +26,9 @@ class Rank:
     async def say(self, **message):
         await self.socket.send(wire.pack(message))
 
-    async def hello(self, rank, world=1, token=TOKEN, step=0, **more):
-        await self.say(kind="hello", rank=rank, world=world, token=token, step=step, **more)
+    async def hello(self, rank, world=1, token=TOKEN, step=0, phase="new", report=None, sender=None):
+        stands = {"step": step, "phase": phase, "report": report, "sender": sender}
+        await self.say(kind="hello", rank=rank, world=world, token=token, **stands)
 
     async def hear(self):
         return wire.unpack(await asyncio.wait_for(self.socket.recv(), 10))
@@ -41,9 +43,9 @@ async def link_of(tmp_path):
     """`link_of(num_ranks)` -> a link and a function that connects a rank to it."""
     links, ranks = [], []
 
-    def build(num_ranks, token=TOKEN):
+    def build(num_ranks, token=TOKEN, returning=False):
         address = f"ipc://{tmp_path}/sockets/trainer.sock"
-        link = TrainerLink(address, num_ranks, token)
+        link = TrainerLink(address, num_ranks, token, ShippedSteps(tmp_path / "steps"), returning=returning)
         links.append(link)
 
         def connect():
@@ -74,7 +76,7 @@ async def test_a_step_goes_out_and_comes_back_published_then_reported(link_of):
     assert await link.published(8) == "/w/step_8"
     assert await link.report(8, "train") == {"train/loss": 1.0}
     assert await link.report(8, "warmup") == {"train/loss": 2.0}
-    await link.broadcast({"kind": "finish"})
+    await link.finish()
     assert [await rank.hear() for rank in ranks] == [{"kind": "finish"}] * 2
 
 
@@ -152,9 +154,101 @@ async def test_a_rank_that_reconnects_is_the_same_and_one_that_lost_steps_is_not
         await link.published(2)
 
 
+def shipped(step, ranks=1):
+    messages = tuple(wire.pack({"kind": "step", "step": step, "for": rank}) for rank in range(ranks))
+    return ShippedStep(step, "t", "/out", "shm:0", {}, messages)
+
+
+async def test_a_rank_that_comes_back_is_sent_what_it_has_not_had_the_same_bytes(link_of):
+    link, connect = link_of(2, returning=True)
+    ranks = [connect(), connect()]
+    for index, rank in enumerate(ranks):
+        await rank.hello(index, world=2, step=4)
+    await link.hellos(10)
+    for step in (5, 6):
+        link.steps.add(shipped(step, 2))
+        for index, rank in enumerate(ranks):
+            await link.catch_up(index)
+            assert await rank.hear() == {"kind": "step", "step": step, "for": index}
+        await ranks[0].say(kind="report", step=step, mode="train", metrics={"train/loss": step})
+        assert await link.report(step, "train") == {"train/loss": step}
+    ranks[1].close()
+    link.steps.add(shipped(7, 2))
+    again = [connect(), connect()]
+    await again[1].hello(1, world=2, step=4, phase="saved")
+    assert [(await again[1].hear())["step"] for _ in range(3)] == [5, 6, 7]
+    await again[0].hello(0, world=2, step=7, phase="saved", report={"path": "/w", "metrics": {"train/loss": 7}})
+    assert (await link.published(7), await link.report(7, "train")) == ("/w", {"train/loss": 7})
+    await again[0].say(kind="report", step=6, mode="train", metrics={"train/loss": 0})  # done once more
+    finishing = asyncio.create_task(link.finish())
+    for index, rank in enumerate(again):
+        assert await rank.hear() == {"kind": "finish"}
+        assert not finishing.done()
+        await rank.say(kind="finished", rank=index)
+    await asyncio.wait_for(finishing, 10)
+
+
+async def test_a_successor_waits_for_the_step_that_was_shipped_and_not_reported(link_of):
+    """One rank has trained it, the other has never heard of it: it gets it, and the report comes with a hello."""
+    link, connect = link_of(2)
+    link.steps.add(shipped(5, 2))
+    link.unreported = 5
+    ahead, behind = connect(), connect()
+    await behind.hello(1, world=2, step=4, phase="begun")
+    assert await behind.hear() == {"kind": "step", "step": 5, "for": 1}
+    await ahead.hello(0, world=2, step=5, phase="begun", report={"path": "/w", "metrics": {"train/loss": 5}})
+    await link.hellos(10)
+    assert (link.completed, link.begun) == (4, True)
+    assert (await link.published(5), await link.report(5, "train"), link.completed) == ("/w", {"train/loss": 5}, 5)
+
+
+async def test_a_warm_up_whose_orchestrator_is_gone_cannot_go_on(link_of):
+    link, connect = link_of(2)
+    await connect().hello(0, world=2, phase="warming")
+    with pytest.raises(RunError, match="rank 0 is in a warm-up whose orchestrator is gone"):
+        await link.hellos(10)
+
+
+async def test_a_rank_that_is_away_is_awaited_only_where_it_comes_back(link_of):
+    for returning in (False, True):
+        link, connect = link_of(1, returning=returning)
+        rank = connect()
+        await rank.hello(0)
+        await link.hellos(10)
+        rank.close()
+        await until_gone(link)
+        link.steps.add(shipped(1))
+        if returning:
+            await link.catch_up(0)
+        else:
+            with pytest.raises(RunError, match="trainer rank 0 cannot be reached"):
+                await link.catch_up(0)
+        await link.close()
+
+
+async def until_gone(link):
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await link.send(0, b"")
+            except RunError:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_whoever_starts_from_before_the_warm_up_again_is_refused(link_of):
+    link, connect = link_of(1, returning=True)
+    await connect().hello(0)
+    await link.hellos(10)
+    link.warmed_up = True
+    await connect().hello(0)
+    with pytest.raises(RunError, match="with the weights from before the warm-up: there is no checkpoint of it"):
+        await link.published(0)
+
+
 async def test_an_address_that_cannot_be_bound_says_so(tmp_path):
     with pytest.raises(RunError, match="cannot bind"):
-        TrainerLink(f"ipc://{tmp_path}/{'x' * 120}/trainer.sock", 1, None)
+        TrainerLink(f"ipc://{tmp_path}/{'x' * 120}/trainer.sock", 1, None, ShippedSteps(tmp_path / "steps"))
 
 
 async def test_rank_0_says_where_it_broadcasts_weights_also_after_it_came_back(link_of):

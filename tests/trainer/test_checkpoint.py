@@ -28,7 +28,9 @@ def trained(make_tree, model_dir):
 
     def save(step, state=None):
         weights = full_state(policy.lm)
-        checkpoint.save(tree, ranks, step, policy, weights, optimizer, state or {"at": step}, model_dir)
+        checkpoint.save(
+            tree, ranks, step, policy, weights, optimizer, state or {"at": step}, model_dir, {"train/loss": 0.5}
+        )
 
     yield save, tree, ranks, policy, optimizer
     ranks.close()
@@ -76,7 +78,7 @@ def test_optimizer_and_rng_come_back(trained):
     drawn = torch.rand(3)
     fresh = load_policy(tree, checkpoint.checkpoint_dir(tree, 1), ranks.device)
     again = torch.optim.AdamW(fresh.parameters(), lr=0.1)
-    checkpoint.restore(tree, ranks, 1, fresh, again)
+    assert checkpoint.restore(tree, ranks, 1, fresh, again) == {"train/loss": 0.5}
     assert torch.equal(torch.rand(3), drawn)
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), policy.parameters(), strict=True))
     for mine, theirs in zip(policy.parameters(), fresh.parameters(), strict=True):

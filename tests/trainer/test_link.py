@@ -81,3 +81,24 @@ def test_a_supervised_rank_is_less_patient(address, monkeypatch):
     reader.join(timeout=20)
     assert failed == [f"no orchestrator at {address} for 0.5 s"]
     link.close()
+
+
+def test_a_supervised_rank_waits_for_an_orchestrator_that_is_started_again(address, monkeypatch):
+    monkeypatch.setenv("SHMRL_RUN", "test")
+    monkeypatch.setattr("shmrl.trainer.link.SUPERVISED_PATIENCE_S", 0.0)
+    link = OrchestratorLink(address, lambda: {"kind": "hello"}, patience_s=30, returning=True)
+    received = []
+    reader = threading.Thread(target=lambda: received.append(link.receive()))
+    context, socket = bind(address)
+    reader.start()
+    socket.recv_multipart()
+    unbind(context, socket)
+    reader.join(timeout=1.5)  # more than a look at the clock
+    assert reader.is_alive()
+    context, socket = bind(address)
+    identity, _ = socket.recv_multipart()
+    socket.send_multipart([identity, wire.pack({"kind": "finish"})])
+    reader.join(timeout=20)
+    assert received == [{"kind": "finish"}]
+    link.close()
+    unbind(context, socket)

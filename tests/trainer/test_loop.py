@@ -1,6 +1,7 @@
 """The whole trainer under torch.distributed.run, from warm-up to finish; then one rank and its resume."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shmrl.config import dump_toml
 from shmrl.config.rundir import latest_checkpoint
+from shmrl.config.tables import Restarts
 from shmrl.errors import RunError
 from shmrl.inference.vllm.plugin.shmrl_broadcast import receive
 from shmrl.trainer.checkpoint import checkpoint_dir
@@ -87,7 +89,7 @@ def test_two_ranks_from_warm_up_to_the_end(make_tree, arena, branches, orchestra
     assert report["metrics"]["train/loss"] > 1
     retire(arena, demos, 2)
 
-    orchestrator.tell(kind="begin", version=0)
+    orchestrator.tell(kind="begin", version=0, state={})
     published = orchestrator.expect("published")
     assert (published["version"], published["path"]) == (0, str(tree.weights_dir(0)))
     assert not torch.equal(weights_of(published["path"]), weights_of(tree.initial_weights))
@@ -166,7 +168,7 @@ def train(orchestrator, arena, branches, steps, begin):
     def part():
         hello = orchestrator.greet()[0]
         assert hello["step"] == begin
-        orchestrator.tell(kind="begin", version=begin)
+        orchestrator.tell(kind="begin", version=begin, state={})
         assert orchestrator.expect("published")["version"] == begin
         for step in steps:
             rng = np.random.default_rng(step)
@@ -196,6 +198,33 @@ def test_a_resumed_rank_is_equal_bit_for_bit(make_tree, arena, branches, orchest
     assert tree.weights_dir(2).exists()  # `begin` writes what is missing
 
 
+def test_what_a_warm_up_made_is_there_after_a_restart(make_tree, arena, branches, orchestrate, run_rank):
+    made = make_tree(warmup={"steps": 1, "batch_size": 4})
+    tree = made.model_copy(update={"run": made.run.model_copy(update={"restarts": Restarts(trainer=1)})})
+    orchestrator = orchestrate(tree)
+
+    def begin(hello, state):
+        assert (hello["step"], hello["phase"], hello["report"]) == (0, "saved" if state else "new", None)
+        if not state:
+            demos = put(arena, [bare(branch, routing=False) for branch in branches[:4]])
+            orchestrator.ship("warmup", 1, ship(arena, demos, ranks=1))
+            orchestrator.expect("report")
+            retire(arena, demos, 1)
+        orchestrator.tell(kind="begin", version=0, state={"groups": 3})
+        assert orchestrator.expect("published")["path"] == str(tree.weights_dir(0))
+        orchestrator.tell(kind="finish")
+        assert orchestrator.expect("finished")["rank"] == 0
+
+    run_rank(tree, False, lambda: begin(orchestrator.greet()[0], {}))
+    warmed = weights_of(checkpoint_dir(tree, 0))
+    assert torch.equal(weights_of(tree.weights_dir(0)), warmed)
+    assert not torch.equal(weights_of(tree.initial_weights), warmed)
+    assert (checkpoint_dir(tree, 0) / "orchestrator.json").read_text() == '{"groups": 3}\n'
+    shutil.rmtree(tree.weights_dir(0))
+    run_rank(tree, True, lambda: begin(orchestrator.greet()[0], {"groups": 3}))
+    assert torch.equal(weights_of(tree.weights_dir(0)), warmed)
+
+
 def test_rank_0_broadcasts_what_it_has_published(make_tree, orchestrate, run_rank):
     tree = make_tree()
     inference = tree.inference.model_copy(update={"backend": "vllm", "weight_transfer": "broadcast"})
@@ -204,7 +233,7 @@ def test_rank_0_broadcasts_what_it_has_published(make_tree, orchestrate, run_ran
 
     def part():
         port = orchestrator.greet()[0]["sender"]
-        orchestrator.tell(kind="begin", version=0)
+        orchestrator.tell(kind="begin", version=0, state={})
         path = orchestrator.expect("published")["path"]
         (received,) = receive("127.0.0.1", port, "transfer", path, 1, 2, torch.device("cpu"))
         (file,) = tree.initial_weights.glob("*.safetensors")

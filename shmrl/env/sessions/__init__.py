@@ -6,5 +6,6 @@
 
 The server only passes texts on, counts and keeps time: parsing, validating and the environment's own code are the
 session process's, so that whatever a client sends or an environment does can be ended by ending one process.
-`hosting.resolve_env` starts a server from a script; `remote.RemoteEnv` is the client.
+`hosting.resolve_env` starts a server from a script; `remote.RemoteEnv` is the client
+(`client.RemoteSession` one socket of it).
 """

@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from shmrl.config import EnvServerConfig, ServeConfig, dump_toml
-from shmrl.config.tree import REMOTE, EnvSpec
+from shmrl.config.load import validated
+from shmrl.config.tree import REMOTE
 from shmrl.env.server import DEATH_PIPE
 from shmrl.errors import ProcessFailed
 
@@ -36,7 +37,7 @@ def resolve_env(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    max_concurrent_envs: int = 64,
+    max_concurrent_envs: int | None = None,
     advertise_host: str | None = None,
     **serve: Any,
 ) -> tuple[str, SessionHost | None]:
@@ -48,10 +49,10 @@ def resolve_env(
             metadata of every first observation.
         host, port: where to listen; port 0 takes a free one. Beyond loopback the URL has a token as its path: it runs
             whatever the environment runs, for whoever has it. `token=` or SHMRL_TOKEN chooses it.
-        max_concurrent_envs: sessions at once; further ones are refused.
+        max_concurrent_envs: sessions at once (64); further ones are refused.
         advertise_host: the host in the URL, if clients know this machine by another name.
-        serve: more of `[serve]`: request_timeout_s, idle_timeout_s, token.
-    Raises ProcessFailed with the server's last lines if it cannot serve.
+        serve: more of `[serve]`: request_timeout_s, idle_timeout_s, token, sandbox.
+    Raises ConfigError, and ProcessFailed with the server's last lines if it cannot serve.
 
     Example:
         url, server = resolve_env("guess-number", {"high": 99}, port=8000, max_concurrent_envs=16)
@@ -61,11 +62,11 @@ def resolve_env(
         return spec.removeprefix(REMOTE), None
     if not (host in ("localhost", "::1") or host.startswith("127.")):
         serve.setdefault("token", os.environ.get("SHMRL_TOKEN") or secrets.token_hex(16))
-    where = f"[{host}]" if ":" in host else host
-    sessions = ServeConfig(
-        http=f"{where}:{port}", protocols=["openenv"], max_concurrent_envs=max_concurrent_envs, **serve
-    )
-    server = SessionHost(EnvServerConfig(env=EnvSpec(id=spec, args=env_config or {}), serve=sessions), advertise_host)
+    serve |= {"http": f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "protocols": ["openenv"]}
+    if max_concurrent_envs is not None:
+        serve["max_concurrent_envs"] = max_concurrent_envs
+    config = validated(EnvServerConfig, {"env": {"id": spec, "args": env_config or {}}, "serve": serve})
+    server = SessionHost(config, advertise_host)
     return server.url, server
 
 

@@ -8,7 +8,6 @@ episode with it: there is no silent new environment in the middle of one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import random
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import aiohttp
 
 from shmrl.env.interface import Environment, Episode, Generated, Split, Step, converse, task_seed
-from shmrl.env.sessions.frames import CAPACITY_REACHED, EXECUTION_ERROR, VALIDATION_ERROR
+from shmrl.env.sessions.client import Refused, RemoteSession
 from shmrl.errors import EnvError
 from shmrl.types import Task
 
@@ -33,94 +32,8 @@ log = logging.getLogger(__name__)
 CONNECT_S = 10.0
 DIALS = 4
 """How often a server that is full, or not there, is asked; a slot may just be on its way to be free."""
-CLOSE_S = 2.0
 MAX_REPLY = 100 << 20
 SEED_MASK = (1 << 31) - 1  # numpy's generators take no more
-
-
-class Refused(EnvError):
-    """The server is full, or cannot be reached."""
-
-
-class RemoteSession:
-    """One socket, one environment. Broken after an error of the transport or a timeout; `reset` begins an episode."""
-
-    def __init__(self, url: str, socket: aiohttp.ClientWebSocketResponse, timeout_s: float | None) -> None:
-        self.url, self._socket, self._timeout_s = url, socket, timeout_s
-        self.broken = False
-        self._state: dict[str, Any] | None = None
-
-    async def reset(self, seed: int | None = None, **data: Any) -> Step:
-        """The first observation. EnvError if the environment raises, or if the session is lost."""
-        given = {key: value for key, value in {"seed": seed, **data}.items() if value is not None}
-        return _step(await self._ask({"type": "reset", "data": given}))
-
-    async def step(self, **action: Any) -> Step:
-        """The effect of an action. Example: await session.step(message="5")"""
-        return _step(await self._ask({"type": "step", "data": action}))
-
-    async def state(self) -> dict[str, Any]:
-        """What the server says of the session: step_count, tools, dataset_size..."""
-        return await self._ask({"type": "state"})
-
-    async def has(self) -> dict[str, Any]:
-        """`state` as it was at the first call: for what does not change."""
-        self._state = self._state or await self.state()
-        return self._state
-
-    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The data of the answer. Answers have no numbers: after a timeout the next one would be the wrong one."""
-        if self.broken:
-            raise EnvError(f"{self.url}: the session was lost before")
-        self.broken = True
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._socket.send_str(json.dumps(message))
-                received = await self._socket.receive()
-        except TimeoutError:
-            await self._hang_up()
-            raise EnvError(f"{self.url}: no answer to {message['type']} within {self._timeout_s:g} s") from None
-        except ConnectionError as error:
-            raise EnvError(f"{self.url}: the session is lost: {error}") from None
-        except asyncio.CancelledError:
-            await self._hang_up()
-            raise
-        if received.type is not aiohttp.WSMsgType.TEXT:
-            code = self._socket.close_code
-            raise EnvError(f"{self.url}: the session is lost, and with it its episode (closed with {code})")
-        answer = json.loads(received.data)
-        data = answer["data"]
-        if answer["type"] == "error":
-            self.broken = data.get("code") not in (VALIDATION_ERROR, EXECUTION_ERROR)
-            kind = Refused if data.get("code") == CAPACITY_REACHED else EnvError
-            raise kind(f"{self.url}: {data.get('message')} ({data.get('code')}){_errors(data)}")
-        self.broken = False
-        return data  # type: ignore[no-any-return]
-
-    async def _hang_up(self) -> None:
-        """Close without waiting for the peer, who may be stuck: the server ends the environment."""
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._socket.close(), 0.5)
-
-    async def close(self) -> None:
-        """End the session; the server closes its environment."""
-        if not self.broken:
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                await self._socket.send_str('{"type":"close"}')
-                await asyncio.wait_for(self._socket.receive(), CLOSE_S)  # it hangs up when the slot is free
-        self.broken = True
-        await self._hang_up()
-
-
-def _step(data: dict[str, Any]) -> Step:
-    observation = data.get("observation") or {}
-    truncated = bool(observation.get("truncated"))
-    return Step(observation, data.get("reward"), bool(data.get("done")), truncated, data.get("metadata") or {})
-
-
-def _errors(data: dict[str, Any]) -> str:
-    found = data.get("errors")
-    return f": {json.dumps(found)[:500]}" if found else ""
 
 
 class RemoteEnv(Environment):

@@ -173,10 +173,14 @@ def _system_python():
 
 
 def _answer_of(interpreter, **popen):
-    """What Python says of itself in a sandbox that this interpreter starts."""
+    """(interpreter, uid, where it can write) as Python says in a sandbox that this interpreter starts."""
+    inside = (
+        "import ctypes, json, os, sys\n"
+        "print(sys.executable, os.getuid(), *(d for d in ('/', '/dev', '/dev/shm', '/tmp') if os.access(d, os.W_OK)))"
+    )
     script = (
         "from shmrl.env.sandbox import Sandbox; box = Sandbox(); box.check()\n"
-        "print(box.python('import os, sys, json, ctypes; print(sys.executable, os.getuid())').stdout)"
+        f"outcome = box.python({inside!r}); print(outcome.stdout, outcome.stderr)"
     )
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(popen.get("cwd", ROOT))}
     done = subprocess.run(
@@ -189,14 +193,14 @@ def _answer_of(interpreter, **popen):
 def test_it_works_from_a_venv(box, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = str(tmp_path / "venv/bin/python")
-    assert _answer_of(python)[0] == python
+    assert _answer_of(python)[::2] == [python, "/tmp"]
 
 
 def test_it_works_from_a_system_interpreter(box):
     python = _system_python()
     if python is None:
         pytest.skip("this machine has no system Python 3.11 or later")
-    assert _answer_of(python)[0] == python
+    assert _answer_of(python)[::2] == [python, "/tmp"]
 
 
 def test_it_works_for_a_user_who_is_not_root(box):
@@ -208,7 +212,7 @@ def test_it_works_for_a_user_who_is_not_root(box):
         place = Path(directory)
         place.chmod(0o755)
         shutil.copytree(ROOT / "shmrl", place / "shmrl", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        assert _answer_of(python, cwd=place, user=65534, group=65534, extra_groups=[])[1] == "65534"
+        assert _answer_of(python, cwd=place, user=65534, group=65534, extra_groups=[])[1:] == ["65534", "/tmp"]
 
 
 def test_a_program_that_cannot_start_is_an_error_and_not_an_answer(box):

@@ -45,9 +45,10 @@ class Socket:
         assert message.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED), message
         return self.ws.close_code
 
-    def vanish(self):
-        """End the connection without a word of WebSocket."""
-        self.ws._response.connection.transport.abort()
+    def vanish(self, how="abort"):
+        """End the connection without a word of WebSocket: by a reset (abort), or as the kernel does it for a process
+        that was killed (close)."""
+        getattr(self.ws._response.connection.transport, how)()
 
 
 class Client:

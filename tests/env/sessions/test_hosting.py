@@ -14,7 +14,7 @@ import pytest
 
 from shmrl.config import load_env_server
 from shmrl.env import RemoteEnv, resolve_env
-from shmrl.errors import ProcessFailed
+from shmrl.errors import ConfigError, ProcessFailed
 from tests.env.conftest import server_config, serving, until
 from tests.env.sessions.conftest import ENVS
 from tests.env.test_server import alive
@@ -105,6 +105,13 @@ def test_gems_own_factory_with_programs_in_our_sandbox(box, monkeypatch):
 
 def test_a_url_is_somebody_elses():
     assert resolve_env("http://10.0.0.1:8000") == ("http://10.0.0.1:8000", None)
+
+
+def test_what_cannot_be_configured_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"serve\.max_concurrent_envs = 0: Input should be greater than 0"):
+        resolve_env("guess-number", max_concurrent_envs=0)
+    with pytest.raises(ConfigError, match=r"serve\.idle_timeout = 5: unknown key; did you mean idle_timeout_s?"):
+        resolve_env("guess-number", idle_timeout=5)
 
 
 def test_what_cannot_be_hosted_fails_with_its_last_lines(capfd):

@@ -63,13 +63,14 @@ async def test_every_session_is_a_process_and_datasets_are_loaded_once(sessions)
         assert len(client.processes()) == 2
 
 
-async def test_a_client_that_vanishes_in_a_step_of_a_minute(sessions):
+@pytest.mark.parametrize("how", ["abort", "close"])
+async def test_a_client_that_vanishes_in_a_step_of_a_minute(sessions, how):
     async with sessions("TextEcho", max_concurrent_envs=1) as client:
         socket = await client.open()
         await socket.ask("reset", {})
         (process,) = client.processes()
         await socket.ws.send_str('{"type":"step","data":{"message":"sleep 60"}}')
-        socket.vanish()
+        socket.vanish(how)
         await client.free(timeout_s=1.0)
         assert not alive(process)
 
