@@ -33,6 +33,12 @@ def latest_checkpoint(output_dir: Path) -> int | None:
     return max(steps, default=None)
 
 
+def make_private(directory: Path) -> None:
+    """Make a directory and those above it that are missing, all for our uid alone."""
+    for missing in reversed([one for one in (directory, *directory.parents) if not one.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
 def write_atomic(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Put a whole file in place; a reader sees the old content or the new one. mode: of the file, less the umask."""
     path.parent.mkdir(parents=True, exist_ok=True)
