@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import tomli_w
 
 from shmrl.config import ArenaConfig, RunTree, parse_bytes
-from shmrl.config.rundir import RunDir, open_run_dir, write_atomic
+from shmrl.config.rundir import RunDir, make_private, open_run_dir, write_atomic
 from shmrl.errors import ArenaError, ConfigError, ProcessFailed, RunError
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _lock(directory: Path, output_dir: Path) -> int:
 
 def _private(directory: Path) -> None:
     """Make a directory only we can enter; refuse one that somebody else put there."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(directory)
     stat = directory.lstat()
     if directory.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o077:
         raise RunError(f"{directory} is not a private directory of uid {os.getuid()}: remove it")
