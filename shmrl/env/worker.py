@@ -28,6 +28,7 @@ import setproctitle
 
 from shmrl.arena import Arena
 from shmrl.arena.waiting import giving_up
+from shmrl.config.addresses import redacted
 from shmrl.config.tables import Log
 from shmrl.env import sandbox
 from shmrl.env.chat import chat_format
@@ -186,7 +187,9 @@ class Worker:
         if keep == "warmup":
             demonstrate = getattr(self.environment, "demonstrate", None)
             if demonstrate is None:
-                raise EnvError(f"{self.settings['env_id']} has no demonstrate(task, messages), which a warm-up needs")
+                raise EnvError(
+                    f"{redacted(self.settings['env_id'])} has no demonstrate(task, messages), which a warm-up needs"
+                )
             return ScriptedModel(spec, chat, lambda messages: demonstrate(task, messages), max_turns=max_turns)
         if keep == "eval":  # nothing is trained on it, so nothing is captured
             spec = replace(spec, fields=(), head=0)
@@ -347,7 +350,7 @@ async def _load(settings: Mapping[str, Any]) -> TaskSet:
     await environment.setup()
     tasks = TaskSet(environment)
     if not await tasks.read(settings["split"], 0, 1):
-        raise EnvError(f"{settings['env_id']}: the task set of split {settings['split']!r} is empty")
+        raise EnvError(f"{redacted(settings['env_id'])}: the task set of split {settings['split']!r} is empty")
     return tasks
 
 
@@ -363,7 +366,7 @@ async def _main(end: socket.socket) -> int:
         tasks = await _load(settings)
     except Exception as error:
         cause = error.__cause__ if isinstance(error, TasksetFailed) and error.__cause__ else error
-        log.error("%s cannot be loaded", settings["env_id"], exc_info=cause)
+        log.error("%s cannot be loaded", redacted(settings["env_id"]), exc_info=cause)
         link.send(0, "fatal", _fatal(cause))
         await link.flush()
         await link.close()

@@ -151,4 +151,7 @@ class RolloutFile:
 
 
 def _settings(config: EvalConfig) -> dict[str, Any]:
-    return {"env": config.env.model_dump(mode="json"), "sampling": config.sampling.model_dump(mode="json")}
+    return {
+        "env": config.env.without_secrets().model_dump(mode="json"),
+        "sampling": config.sampling.model_dump(mode="json"),
+    }

@@ -95,13 +95,16 @@ def test_the_same_command_completes_a_file_that_was_cut(plan):
     assert sorted(plan.out.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
-def test_a_server_of_someone_else_is_evaluated_by_its_url(plan):
-    url, server = resolve_env("guess-number", {"high": 3})
+def test_a_server_of_someone_else_is_evaluated_by_its_url_and_its_token_is_kept_nowhere(plan, capfd):
+    url, server = resolve_env("guess-number", {"high": 3}, token="a-token-of-16-ch")
     with server:
+        assert url.endswith("/a-token-of-16-ch")
         sources = load_eval(f"openenv:{url}", {"env.max-turns": "2", "sampling.max-tokens": "4"})
         assert evaluate(replace(plan, sources=sources)) == 0
     assert keys(plan) == [(sources[0].name, i, k) for i in (0, 1) for k in (0, 1)]
     assert {row["messages"][0]["content"] for row in rows(plan)} == {"1-3"}
+    assert sources[0].name == f"openenv-http-127.0.0.1-{server.port}"
+    assert "a-token" not in "".join([*capfd.readouterr(), plan.out.read_text()])
 
 
 def test_rollouts_that_failed_are_told_and_tried_again(plan, place, capsys):

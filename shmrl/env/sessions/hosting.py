@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shmrl.config import EnvServerConfig, ServeConfig
+from shmrl.config.addresses import is_loopback
 from shmrl.config.load import validated
 from shmrl.config.tree import REMOTE
 from shmrl.env.child import EnvServerChild
@@ -52,7 +53,7 @@ def resolve_env(
     """
     if spec.removeprefix(REMOTE).startswith(("http://", "https://", "ws://", "wss://")):
         return spec.removeprefix(REMOTE), None
-    if not (host in ("localhost", "::1") or host.startswith("127.")):
+    if not is_loopback(host):
         serve.setdefault("token", os.environ.get("SHMRL_TOKEN") or secrets.token_hex(16))
     serve |= {"http": f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "protocols": ["openenv"]}
     if max_concurrent_envs is not None:
