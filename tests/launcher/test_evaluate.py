@@ -315,8 +315,10 @@ def test_the_measures():
 
 
 async def test_it_does_not_wait_for_an_engine_that_died():
-    engine = await asyncio.create_subprocess_exec("false")
-    with pytest.raises(ProcessFailed, match="engine exited with code 1"):
+    with (
+        subprocess.Popen("false") as engine,  # noqa: ASYNC220
+        pytest.raises(ProcessFailed, match="engine exited with code 1"),
+    ):
         await _while_lives(engine, asyncio.Event().wait())
 
 
