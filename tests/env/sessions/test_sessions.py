@@ -96,6 +96,7 @@ async def test_a_client_behind_a_cut_cable_frees_its_place(sessions, monkeypatch
         await until(lambda: _timer(client, cut)[0] == PROBING)  # all that was sent has arrived
         cut.vanish()
         await client.free(timeout_s=20)
+        assert client.server.facts()["active_sessions"] == 0
 
 
 async def test_the_kernel_asks_after_half_a_minute_whether_a_client_is_there(sessions):
