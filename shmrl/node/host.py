@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 SHM = Path("/dev/shm")
 SWEEP_S = 1.0
+GRACE_S = 5.0  # for the node server, until it is killed
 _TRAIN = ("torch", "transformers", "safetensors")  # what of the extra `train` is imported
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _SOCKET_PATH_LIMIT = 107  # sun_path of a unix socket, without its final zero
@@ -264,7 +265,12 @@ class _Server:
     def close(self) -> None:
         if self._process is not None:
             self._process.terminate()
-            self._process.wait()
+            try:
+                self._process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                log.warning("the node server did not end within %g s of SIGTERM and is killed", GRACE_S)
+                self._process.kill()
+                self._process.wait()
 
 
 def node_command(rundir: RunDir) -> list[str]:
