@@ -36,6 +36,8 @@ from shmrl.errors import ProtocolError
 from shmrl.types import Handle
 
 HANDLE_EXT = 1
+MAX_MESSAGE = 256 << 20
+"""Bytes. Messages are small; this bounds what a broken peer can make the other one allocate, on every socket."""
 
 _SCALARS = (str, bytes, bool, float, type(None))
 
@@ -43,11 +45,14 @@ _SCALARS = (str, bytes, bool, float, type(None))
 def pack(value: Any) -> bytes:
     """The value as msgpack bytes; numpy scalars become plain, tuples lists. ProtocolError names what cannot travel."""
     try:
-        return msgpack.packb(_checked(value, "$"), use_bin_type=True)  # type: ignore[no-any-return]
+        raw: bytes = msgpack.packb(_checked(value, "$"), use_bin_type=True)
     except ProtocolError:
         raise
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"cannot be sent: {error}") from None
+    if len(raw) > MAX_MESSAGE:
+        raise ProtocolError(f"cannot be sent: {len(raw)} bytes; {MAX_MESSAGE} at most")
+    return raw
 
 
 def unpack(raw: bytes | memoryview) -> Any:

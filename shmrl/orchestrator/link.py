@@ -66,6 +66,7 @@ class TrainerLink:
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:

@@ -117,6 +117,19 @@ async def test_a_wrong_token_a_stranger_and_noise_change_nothing(link_of):
     assert await link.published(1) == "/good"
 
 
+async def test_a_message_that_is_too_long_is_not_taken(link_of, monkeypatch):
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 1000)
+    link, connect = link_of(1)
+    noisy, rank = connect(), connect()
+    ended = noisy.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    await noisy.socket.send(bytes(2000))
+    assert await ended.poll(10_000)
+    noisy.socket.disable_monitor()
+    ended.close(0)
+    await rank.hello(0)
+    await link.hellos(10)
+
+
 async def test_ranks_that_never_came_are_named(link_of):
     link, connect = link_of(3)
     await connect().hello(1, world=3)
