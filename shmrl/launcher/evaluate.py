@@ -13,6 +13,7 @@ import hashlib
 import logging
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmrl.config import ArenaConfig, EnvServerConfig, EvalConfig
+from shmrl.env.child import Child
 from shmrl.env.death import PDEATHSIG, prctl
 from shmrl.env.sidecar import announced, serve_sidecar
 from shmrl.errors import ConfigError, ProcessFailed, RunError, TasksetError
@@ -41,7 +43,7 @@ ANSWER_S = 10.0
 """How long an engine that serves, or is said to, may take to answer."""
 PAGE = 1024
 """Tasks that are asked for at a time."""
-_SERVING = re.compile(rb"serving .* on port (\d+)")
+_SERVING = re.compile(r"serving .* on port (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +135,12 @@ async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _while_lives(engine: asyncio.subprocess.Process | None, work: Coroutine[Any, Any, None]) -> None:
+async def _while_lives(engine: subprocess.Popen[str] | None, work: Coroutine[Any, Any, None]) -> None:
     """The work; ProcessFailed as soon as the engine that was started for it is gone."""
     if engine is None:
         await work
         return
-    working, ended = asyncio.create_task(work), asyncio.create_task(engine.wait())
+    working, ended = asyncio.create_task(work), asyncio.create_task(asyncio.to_thread(engine.wait))
     try:
         await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -156,7 +158,7 @@ async def _while_lives(engine: asyncio.subprocess.Process | None, work: Coroutin
 @asynccontextmanager
 async def _engine(
     plan: Plan,
-) -> AsyncIterator[tuple[asyncio.subprocess.Process | None, dict[str, Any], dict[str, Any]]]:
+) -> AsyncIterator[tuple[subprocess.Popen[str] | None, dict[str, Any], dict[str, Any]]]:
     """The engine started here, if one is, the `model` map of requests without their sampling, and what tells these
     weights from others; the engine answers."""
     if re.match(r"https?://", plan.model):
@@ -169,9 +171,10 @@ async def _engine(
     served = {"weights": _fingerprint(directory)}
     command = [sys.executable, "-m", "shmrl.inference.embedded.server", "--model", plan.model, "--port", "0"]
     command += ["--max-num-seqs", str(plan.concurrency), "--seed", str(plan.seed)]
-    async with announced("engine", command, _SERVING, {}, preexec_fn=_die_with_parent) as (process, found):
+    engine = Child("engine", command, _SERVING, {}, preexec_fn=_die_with_parent)
+    async with announced(engine) as found:
         model, _ = await _spec(f"http://127.0.0.1:{int(found[1])}", plan.tokenizer or directory)
-        yield process, model, served
+        yield engine.process, model, served
 
 
 def _fingerprint(directory: Path) -> str:

@@ -278,7 +278,8 @@ def test_the_commands_refusals(arguments, said, place):
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
-def test_a_task_set_that_cannot_be_read_ends_it(plan):
+def test_a_task_set_that_cannot_be_read_ends_it(plan, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the server's process
     with pytest.raises(TasksetError, match="rotten"):
         evaluate(replace(plan, sources=load_eval("tests.env.environments:RaisingLater")))
 
@@ -314,8 +315,10 @@ def test_the_measures():
 
 
 async def test_it_does_not_wait_for_an_engine_that_died():
-    engine = await asyncio.create_subprocess_exec("false")
-    with pytest.raises(ProcessFailed, match="engine exited with code 1"):
+    with (
+        subprocess.Popen("false") as engine,  # noqa: ASYNC220
+        pytest.raises(ProcessFailed, match="engine exited with code 1"),
+    ):
         await _while_lives(engine, asyncio.Event().wait())
 
 

@@ -152,9 +152,9 @@ def test_kill_9_of_the_server_leaves_no_process_not_even_in_a_step(tmp_path):
         async with RemoteEnv(url).session() as session:
             stepping = asyncio.create_task(session.step(message="sleep 600"))
             await asyncio.sleep(0)
-            children = psutil.Process(server._process.pid).children(recursive=True)
+            children = psutil.Process(server._child.process.pid).children(recursive=True)
             assert len(children) == 2
-            os.kill(server._process.pid, signal.SIGKILL)
+            os.kill(server._child.process.pid, signal.SIGKILL)
             with pytest.raises(Exception, match="the session is lost"):
                 await stepping
             await until(lambda: not any(alive(child) for child in children))
