@@ -124,8 +124,8 @@ class TrainerLink:
         origin = str(message["origin"])
         if self._shares not in (None, origin):
             raise RunError(
-                f"trainer rank {rank} is in arena {origin}, the run's blocks are in {self._shares}, and arena.transport = "
-                "'required' allows shared memory alone"
+                f"trainer rank {rank} is in arena {origin}, the run's blocks are in {self._shares}, and "
+                "arena.transport = 'required' allows shared memory alone"
             )
         phase = str(message["phase"])
         if self._training:
