@@ -132,7 +132,8 @@ cdef extern from "arena_live.h" nogil:
     uint64_t srl_share_kept(const srl_arena *a, uint32_t share)
     uint64_t srl_share_limit(const srl_arena *a, uint32_t share)
     int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns)
-    int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bint checked)
+    int srl_seal(
+        srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bint checked, bint hold)
     int srl_abort(srl_arena *a, uint32_t slot, uint32_t gen)
     int srl_acquire(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
     void srl_release(srl_arena *a, uint32_t slot)
