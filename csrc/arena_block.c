@@ -219,18 +219,19 @@ static int publish(srl_arena *a, uint32_t slot, uint32_t gen, bool checked) {
     }
 }
 
-/* hold: writable buffers live on, so the block is born held by this process. -ECANCELED: it was discarded; the caller
+/* held: writable buffers live on, so the block is born held by this process. -ECANCELED: it was discarded; the caller
  * aborts it, once nobody can write to it any more. */
 int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bool checked,
-             bool hold) {
+             bool held) {
     srl_block *b = srl_at(a, slot);
     srl_store32_relaxed(&b->tail_nbytes, tail_nbytes);
     srl_store32_relaxed(&b->crc, crc);
-    if (!hold)
+    if (!held)
         return publish(a, slot, gen, checked);
     srl_or_sc(word_of_bit(b->holders, a->self), mask_of_bit(a->self)); /* once READY, anybody may free it */
-    a->holds[slot].count++;
-    a->holds[slot].generation = gen;
+    srl_hold *hold = a->holds + slot;
+    hold->count++;
+    hold->generation = gen;
     int rc = publish(a, slot, gen, checked);
     if (rc)
         srl_release(a, slot);

@@ -323,11 +323,11 @@ static void do_fragments(srl_arena *a) { /* free spans and cell pages side by si
     for (int i = 0; i < 8; i++)
         srl_free(a, ON(b[i * 2 % 8 + i / 4]));
 }
-static void seal(srl_arena *a, bool hold) {
-    int rc = srl_seal(a, mine.slot, mine.gen, 0, 0, true, hold);
+static void seal(srl_arena *a, bool held) {
+    int rc = srl_seal(a, mine.slot, mine.gen, 0, 0, true, held);
     if (rc)
         srl_abort(a, mine.slot, mine.gen);
-    else if (hold)
+    else if (held)
         srl_release(a, mine.slot);
 }
 static void do_seal(srl_arena *a) {

@@ -228,8 +228,9 @@ def test_bad_arguments(arena):
         arena.put(b"x", timeout_s=float("nan"))
     assert blocks(arena) == 0
     handle = arena.put(b"x")
-    with pytest.raises(ValueError, match="step=-1"):
-        arena.ship(handle, readers=1, step=-1)
+    for step in (-1, 1 << 63):
+        with pytest.raises(ValueError, match=f"step={step}: 0 to"):
+            arena.ship(handle, readers=1, step=step)
     with pytest.raises(ValueError, match="readers=257"):
         arena.ship(handle, readers=257)
     with pytest.raises(TypeError, match="float"):
