@@ -249,5 +249,5 @@ def _verify_rows(handle: Handle, payload: memoryview, tail: Tail, column: Column
 
 def _compare(handle: Handle, name: str, have: bytes, want: bytes, first: int) -> None:
     if have != want:
-        block = first + next(i for i in range(len(have) // 4) if have[4 * i :][:4] != want[4 * i :][:4])
+        block = first + next((i for i in range(len(have) // 4) if have[4 * i :][:4] != want[4 * i :][:4]), 0)
         raise ChecksumError(f"{handle!r}, field {name!r}: row block {block} does not match its crc32c")

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from shmrl.config.addresses import redacted
 from shmrl.config.tree import EnvServerConfig, EvalConfig, RunTree
 from shmrl.errors import ConfigError
 
@@ -129,7 +130,7 @@ def load_eval(given: str, flags: Mapping[str, str] | None = None) -> list[EvalCo
 
 def _source_name(env_id: str) -> str:
     """An env id as the name of a source. Example: "my_module:Echo" -> "my_module-Echo" """
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", env_id).strip("-._")[:64] or "env"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", redacted(env_id)).strip("-._")[:64] or "env"
 
 
 def validated(model: type[T], tree: dict[str, Any], origin: Mapping[str, str] | None = None) -> T:
@@ -141,17 +142,18 @@ def validated(model: type[T], tree: dict[str, Any], origin: Mapping[str, str] | 
 
 
 def _line(model: type[BaseModel], item: Any, origin: Mapping[str, str]) -> str:
-    """One fault as `file: dotted.key = value: what is wrong`."""
+    """One fault as `file: dotted.key = value: what is wrong`; of secrets, without the value."""
     path = [str(part) for part in item["loc"]]
     dotted = ".".join(path)
     source = _source(path, origin)
     if item["type"] == "extra_forbidden":
-        return _join(source, f"{dotted} = {item['input']!r}", "unknown key" + _did_you_mean(model, path))
+        given = redacted(f"{dotted} = {item['input']!r}")
+        return _join(source, given, "unknown key" + _did_you_mean(model, path))
     if item["type"] == "missing":
         return _join(source, dotted, "missing")
     message = item["msg"].removeprefix("Value error, ")
-    shown = dotted if isinstance(item["input"], (dict, list)) else f"{dotted} = {item['input']!r}"
-    return _join(source, shown, message)
+    hidden = isinstance(item["input"], (dict, list)) or path[-1] == "token"
+    return redacted(_join(source, dotted if hidden else f"{dotted} = {item['input']!r}", message))
 
 
 def _source(path: list[str], origin: Mapping[str, str]) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from shmrl.config.load import dump_toml, env_server_from
 from shmrl.config.tree import RunTree
 from shmrl.errors import ConfigError
@@ -31,11 +33,19 @@ def latest_checkpoint(output_dir: Path) -> int | None:
     return max(steps, default=None)
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Put a whole file in place; a reader sees the old content or the new one."""
+def make_private(directory: Path) -> None:
+    """Make a directory and those above it that are missing, all for our uid alone."""
+    for missing in reversed([one for one in (directory, *directory.parents) if not one.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def write_atomic(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Put a whole file in place; a reader sees the old content or the new one. mode: of the file, less the umask."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     temporary.replace(path)
 
 
@@ -72,11 +82,15 @@ class RunDir:
         return self.root / "run.json"
 
     def write_configs(self, tree: RunTree) -> None:
-        """The resolved configuration of every role, as `shmrl <role> FILE` reads it."""
-        for role in ("orchestrator", "trainer", "inference"):
-            write_atomic(self.config(role), dump_toml(tree))
+        """The resolved configuration of every role, as `shmrl <role> FILE` reads it, for this user alone: an env
+        server's has the tokens of its sessions."""
+        files: dict[Path, BaseModel] = {
+            self.config(role): tree.without_secrets() for role in ("orchestrator", "trainer", "inference")
+        }
         for index, (split, source) in enumerate(tree.sources):
-            write_atomic(self.env_config(split, source.name), dump_toml(env_server_from(tree, index)))
+            files[self.env_config(split, source.name)] = env_server_from(tree, index)
+        for path, config in files.items():
+            write_atomic(path, dump_toml(config), 0o600)
 
     def open_logs(self) -> None:
         """Directories of this attempt's logs, and `latest` and `envs` pointing at them."""

@@ -13,11 +13,12 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from shmrl.config.addresses import redacted
 from shmrl.config.tables import (
     LONGEST_TAG,
     PROCESS_SLOTS,
@@ -99,6 +100,10 @@ class EnvSpec(Table):
         """Sessions that a remote environment's evaluations share."""
         return int(self.args.get("evaluation_sessions", 1))
 
+    def without_secrets(self) -> EnvSpec:
+        """The same, to be shown or kept: its URLs end after their hosts."""
+        return self.model_copy(update={"id": redacted(self.id), "url": None})
+
     @model_validator(mode="before")
     @classmethod
     def _of_url(cls, given: Any) -> Any:
@@ -167,6 +172,12 @@ class Source(Table):
     env: EnvSpec
     sampling: Sampling = Sampling()
     serve: ServeConfig = ServeConfig()
+
+    def without_secrets(self) -> Self:
+        """The same source, which can be talked about and not connected to."""
+        return self.model_copy(
+            update={"env": self.env.without_secrets(), "serve": self.serve.model_copy(update={"token": None})}
+        )
 
 
 class TrainSource(Source):
@@ -319,6 +330,14 @@ class RunTree(Table):
                 "inference": self.inference.model_copy(update={"python": python}),
             }
         )
+
+    def without_secrets(self) -> RunTree:
+        """The same run for roles that reach no session server: without their tokens, which are in URLs too."""
+        tables = {}
+        for split, config in (("train", self.orchestrator.train), ("eval", self.orchestrator.eval)):
+            sources = [source.without_secrets() for source in config.source]
+            tables[split] = config.model_copy(update={"source": sources})
+        return self.model_copy(update={"orchestrator": self.orchestrator.model_copy(update=tables)})
 
     @property
     def socket_dir(self) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,7 @@ from shmrl.env.chat import ChatFormat, parse_tool_calls
 from shmrl.env.protocol import FIELDS
 from shmrl.errors import EngineError, EnvError, ProtocolError
 from shmrl.payload import BranchBuilder
+from shmrl.payload.sharing import Opening
 
 if TYPE_CHECKING:
     from shmrl.inference.answers import Generation
@@ -225,6 +226,11 @@ class Model:
             conversation.builder.branch({**common, "branch": index}, conversation.messages)
             for index, conversation in enumerate(self.conversations)
         ]
+
+    def openings(self) -> dict[Hashable, Opening]:
+        """What the branches begin with, where they begin with anything, by (this model, index in `branches`)."""
+        found = [conversation.builder.opening() for conversation in self.conversations]
+        return {(self, index): opening for index, opening in enumerate(found) if opening is not None}
 
     @property
     def versions(self) -> tuple[int, int]:

@@ -23,6 +23,7 @@ import zmq.asyncio
 
 from shmrl.arena import Arena
 from shmrl.config import ArenaConfig, EnvServerConfig, ServeConfig
+from shmrl.config.addresses import is_loopback, redacted
 from shmrl.config.tree import EnvSpec
 from shmrl.env.link import MAX_FRAME
 from shmrl.env.pool import Pool, Request
@@ -331,7 +332,7 @@ class EnvServer:
         config = self.config
         return {
             "name": config.name,
-            "env_id": config.env.id,
+            "env_id": redacted(config.env.id),
             "split": config.split,
             "arena": self._arena.address,
             "origin": self._arena.origin,
@@ -355,8 +356,7 @@ def _episodes_tag(method: str, payload: dict[str, Any]) -> str:
 def _is_local(address: str) -> bool:
     """Whether only this host can connect."""
     scheme, _, rest = address.partition("://")
-    host = rest.rpartition(":")[0].strip("[]")
-    return scheme != "tcp" or host in ("localhost", "::1") or host.startswith("127.")
+    return scheme != "tcp" or is_loopback(rest.rpartition(":")[0].strip("[]"))
 
 
 async def _first(*awaited: asyncio.Future[Any]) -> None:

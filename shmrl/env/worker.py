@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
@@ -28,6 +28,7 @@ import setproctitle
 
 from shmrl.arena import Arena
 from shmrl.arena.waiting import giving_up
+from shmrl.config.addresses import redacted
 from shmrl.config.tables import Log
 from shmrl.env import sandbox
 from shmrl.env.chat import chat_format
@@ -39,7 +40,7 @@ from shmrl.env.protocol import KEEPS, MAX_TASKS, episode_to_wire, error_reply, e
 from shmrl.errors import EnvError, ProtocolError, ShmrlError
 from shmrl.inference.client import EngineClient
 from shmrl.monitor.log import setup
-from shmrl.payload import encode
+from shmrl.payload import SharedRows, encode
 from shmrl.types import EpisodeResult, ErrorInfo, Sample, Task
 from shmrl.wire import pack, unpack
 
@@ -126,8 +127,16 @@ class Worker:
     async def _run_rollout(self, request: dict[str, Any]) -> bytes:
         expect(request, "run_rollout", task=(dict, list), model=dict, seed=int, keep=str, tag=str)
         task, spec = task_from_wire(request["task"]), ModelSpec.from_wire(request["model"])
-        model, episode = await self._play(task, spec, request["keep"], request["seed"])
-        return pack(episode_to_wire(await self._result(task, model, episode, request["keep"], request["tag"])))
+        keep, tag = request["keep"], request["tag"]
+        model, episode = await self._play(task, spec, keep, request["seed"])
+        shared = await self._shared([model], keep, tag)
+        samples: tuple[Sample, ...] = ()
+        try:
+            result = await self._result(task, model, episode, keep, tag, shared)
+            samples = result.samples
+        finally:
+            shared.close(samples)
+        return pack(episode_to_wire(result))
 
     async def _run_group(self, request: dict[str, Any]) -> bytes:
         """One episode per seed; the environment's `score_group` sees those that succeeded, all at once."""
@@ -139,15 +148,20 @@ class Worker:
         score = getattr(self.environment, "score_group", None)
         if score is not None:
             await score([item[1] for item in played if not isinstance(item, ErrorInfo)])
-        replies = []
-        for index, item in enumerate(played):
-            reply = item
-            if not isinstance(item, ErrorInfo):
-                model, episode = item
-                reply = await self._caught(self._result(task, model, episode, keep, f"{request['tag']}/{index}"))
-            failed = EpisodeResult(False, task.id, error=reply) if isinstance(reply, ErrorInfo) else reply
-            replies.append(episode_to_wire(failed))
-        return pack({"success": True, "episodes": replies})
+        tag = request["tag"]
+        shared = await self._shared([item[0] for item in played if not isinstance(item, ErrorInfo)], keep, tag)
+        results: list[EpisodeResult] = []
+        try:
+            for index, item in enumerate(played):
+                reply = item
+                if not isinstance(item, ErrorInfo):
+                    model, episode = item
+                    reply = await self._caught(self._result(task, model, episode, keep, f"{tag}/{index}", shared))
+                failed = isinstance(reply, ErrorInfo)
+                results.append(EpisodeResult(False, task.id, error=reply) if failed else reply)
+        finally:
+            shared.close(sample for result in results for sample in result.samples)
+        return pack({"success": True, "episodes": [episode_to_wire(result) for result in results]})
 
     async def _caught(self, awaitable: Any) -> Any:
         """The result, or the failure as data."""
@@ -173,7 +187,9 @@ class Worker:
         if keep == "warmup":
             demonstrate = getattr(self.environment, "demonstrate", None)
             if demonstrate is None:
-                raise EnvError(f"{self.settings['env_id']} has no demonstrate(task, messages), which a warm-up needs")
+                raise EnvError(
+                    f"{redacted(self.settings['env_id'])} has no demonstrate(task, messages), which a warm-up needs"
+                )
             return ScriptedModel(spec, chat, lambda messages: demonstrate(task, messages), max_turns=max_turns)
         if keep == "eval":  # nothing is trained on it, so nothing is captured
             spec = replace(spec, fields=(), head=0)
@@ -185,14 +201,26 @@ class Worker:
             self._engines[key] = EngineClient(urls, timeout_s=timeout_s)
         return self._engines[key]
 
-    async def _result(self, task: Task, model: Model, episode: Episode, keep: str, tag: str) -> EpisodeResult:
+    async def _shared(self, models: Sequence[Model], keep: str, tag: str) -> SharedRows:
+        """What the request's branches have in common, found in a thread: routing is compared byte for byte."""
+        if keep == "eval" or sum(len(model.conversations) for model in models) < 2:
+            return SharedRows(self.arena, tag, {})
+
+        def find() -> SharedRows:
+            return SharedRows(self.arena, tag, dict(pair for model in models for pair in model.openings().items()))
+
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, find)
+
+    async def _result(
+        self, task: Task, model: Model, episode: Episode, keep: str, tag: str, shared: SharedRows
+    ) -> EpisodeResult:
         """The episode's scores, and references to its branches, which are in the arena from here on."""
         rewards, metrics = _numbers("rewards", episode.rewards), _numbers("metrics", episode.metrics)
         reward = _number("reward", episode.reward)
         stop_reason = episode.stop_reason if episode.stop_reason != "stop" else model.stop_reason
         start, end = model.versions
         meta = {"task": task.id, "reward": reward, "rewards": rewards, "stop_reason": stop_reason}
-        samples = () if keep == "eval" else await self._keep(model, meta, tag)
+        samples = () if keep == "eval" else await self._keep(model, meta, tag, shared)
         return EpisodeResult(
             success=True,
             task_id=task.id,
@@ -208,11 +236,13 @@ class Worker:
             messages=_messages(model, episode) if keep == "eval" else None,
         )
 
-    async def _keep(self, model: Model, meta: dict[str, Any], tag: str) -> tuple[Sample, ...]:
+    async def _keep(self, model: Model, meta: dict[str, Any], tag: str, shared: SharedRows) -> tuple[Sample, ...]:
         """Encode in a thread; a cancelled episode waits for it, so that its failure is told after its last block."""
         wanted = threading.Event()
         wanted.set()
-        storing = asyncio.get_running_loop().run_in_executor(self._encoders, self._store, model, meta, tag, wanted)
+        storing = asyncio.get_running_loop().run_in_executor(
+            self._encoders, self._store, model, meta, tag, shared, wanted
+        )
         try:
             return await asyncio.shield(storing)
         except asyncio.CancelledError:
@@ -221,16 +251,19 @@ class Worker:
             storing.exception()  # its failure was asked for
             raise
 
-    def _store(self, model: Model, meta: dict[str, Any], tag: str, wanted: threading.Event) -> tuple[Sample, ...]:
-        """All branches or none: if one does not validate or finds no space, its siblings' blocks are freed."""
+    def _store(
+        self, model: Model, meta: dict[str, Any], tag: str, shared: SharedRows, wanted: threading.Event
+    ) -> tuple[Sample, ...]:
+        """All branches or none: if one does not validate or finds no space, its siblings' own blocks are freed."""
         samples: list[Sample] = []
         limits = {"timeout_s": self.settings["timeout_s"], "on_full": self.settings["on_full"]}
         try:
             with giving_up(wanted):
-                for branch in model.branches(meta):
-                    samples.append(encode(self.arena, branch, tag, **limits))
+                for index, branch in enumerate(model.branches(meta)):
+                    prefix = shared.prefix((model, index), **limits)
+                    samples.append(encode(self.arena, branch, tag, prefix, **limits))
         except BaseException:
-            self.arena.free([handle for sample in samples for handle in sample.handles])
+            self.arena.free([sample.segments[-1][0] for sample in samples])
             raise
         return tuple(samples)
 
@@ -317,7 +350,7 @@ async def _load(settings: Mapping[str, Any]) -> TaskSet:
     await environment.setup()
     tasks = TaskSet(environment)
     if not await tasks.read(settings["split"], 0, 1):
-        raise EnvError(f"{settings['env_id']}: the task set of split {settings['split']!r} is empty")
+        raise EnvError(f"{redacted(settings['env_id'])}: the task set of split {settings['split']!r} is empty")
     return tasks
 
 
@@ -333,7 +366,7 @@ async def _main(end: socket.socket) -> int:
         tasks = await _load(settings)
     except Exception as error:
         cause = error.__cause__ if isinstance(error, TasksetFailed) and error.__cause__ else error
-        log.error("%s cannot be loaded", settings["env_id"], exc_info=cause)
+        log.error("%s cannot be loaded", redacted(settings["env_id"]), exc_info=cause)
         link.send(0, "fatal", _fatal(cause))
         await link.flush()
         await link.close()

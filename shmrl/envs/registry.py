@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shmrl.config.addresses import redacted
 from shmrl.config.tree import REMOTE, remote_urls
 from shmrl.env.interface import Environment, SessionRollout
 from shmrl.envs import gem
@@ -42,9 +43,9 @@ def find(env_id: str) -> str | None:
     if not attribute:
         close = difflib.get_close_matches(env_id, BUNDLED, n=1)
         hint = f"did you mean {close[0]}?" if close else f"bundled are {', '.join(BUNDLED)}"
-        return f"env id {env_id!r} is neither a bundled name nor module:attribute; {hint}"
+        return f"env id {redacted(env_id)!r} is neither a bundled name nor module:attribute; {hint}"
     if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
-        return f"env id {env_id!r} is not module:attribute"
+        return f"env id {redacted(env_id)!r} is not module:attribute"
     if _module_file(module) is None:
         return f"env id {env_id!r}: there is no module {module!r} on the Python path or in {os.getcwd()}"
     return None
@@ -133,6 +134,6 @@ def _check_args(env_id: str, target: Any, args: dict[str, Any]) -> None:
     try:
         inspect.signature(target).bind(**args)
     except TypeError as error:
-        raise ConfigError(f"env id {env_id!r}: env.args: {error}") from None
+        raise ConfigError(f"env id {redacted(env_id)!r}: env.args: {error}") from None
     except ValueError:  # a callable without a signature: its own error will have to do
         return

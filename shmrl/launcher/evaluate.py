@@ -13,6 +13,7 @@ import hashlib
 import logging
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmrl.config import ArenaConfig, EnvServerConfig, EvalConfig
+from shmrl.env.child import Child
 from shmrl.env.death import PDEATHSIG, prctl
 from shmrl.env.sidecar import announced, serve_sidecar
 from shmrl.errors import ConfigError, ProcessFailed, RunError, TasksetError
@@ -37,9 +39,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PASSED = 1.0
 """Reward from which a rollout counts as passed."""
+ANSWER_S = 10.0
+"""How long an engine that serves, or is said to, may take to answer."""
 PAGE = 1024
 """Tasks that are asked for at a time."""
-_SERVING = re.compile(rb"serving .* on port (\d+)")
+_SERVING = re.compile(r"serving .* on port (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +71,25 @@ def evaluate(plan: Plan) -> int:
     names = [source.name for source in plan.sources]
     if len({*names}) < len(names):
         raise ConfigError(f"two environments have the same name: {', '.join(names)}")
-    with RolloutFile(plan.out, plan.model) as file:
+    with RolloutFile(plan.out) as file:
+        file.expect(model=plan.model, base_seed=plan.seed)
         if file.rows:
             log.info("%s has %d rollouts: going on with it", plan.out, len(file.rows))
         asyncio.run(_run(plan, file))
         table = [summary(name, file.of(name, plan.tasks, plan.rollouts)) for name in names]
     print(render(table, plan.rollouts))
-    return int(any(line["failed"] for line in table))
+    done, failed = (sum(line[key] for line in table) for key in ("rollouts", "failed"))
+    if not file.added:
+        log.warning("nothing was run: %s had all of these %d rollouts", plan.out, done)
+    if failed:
+        log.warning("%d of %d rollouts failed and count as 0: the same command tries them again", failed, done)
+    return int(failed > 0)
 
 
 async def _run(plan: Plan, file: RolloutFile) -> None:
     async with AsyncExitStack() as stack:
-        engine, model = await stack.enter_async_context(_engine(plan))
+        engine, model, served = await stack.enter_async_context(_engine(plan))
+        file.expect(served=served)
         clients = [await stack.enter_async_context(_hosted(source, plan.concurrency)) for source in plan.sources]
         progress = stack.enter_context(_progress())
         hosted = [*zip(plan.sources, clients, strict=True)]
@@ -124,12 +135,12 @@ async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _while_lives(engine: asyncio.subprocess.Process | None, work: Coroutine[Any, Any, None]) -> None:
+async def _while_lives(engine: subprocess.Popen[str] | None, work: Coroutine[Any, Any, None]) -> None:
     """The work; ProcessFailed as soon as the engine that was started for it is gone."""
     if engine is None:
         await work
         return
-    working, ended = asyncio.create_task(work), asyncio.create_task(engine.wait())
+    working, ended = asyncio.create_task(work), asyncio.create_task(asyncio.to_thread(engine.wait))
     try:
         await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -145,25 +156,40 @@ async def _while_lives(engine: asyncio.subprocess.Process | None, work: Coroutin
 
 
 @asynccontextmanager
-async def _engine(plan: Plan) -> AsyncIterator[tuple[asyncio.subprocess.Process | None, dict[str, Any]]]:
-    """The engine started here, if one is, and the `model` map of requests without their sampling; it answers."""
+async def _engine(
+    plan: Plan,
+) -> AsyncIterator[tuple[subprocess.Popen[str] | None, dict[str, Any], dict[str, Any]]]:
+    """The engine started here, if one is, the `model` map of requests without their sampling, and what tells these
+    weights from others; the engine answers."""
     if re.match(r"https?://", plan.model):
-        yield None, await _spec(plan.model.rstrip("/"), plan.tokenizer)
+        yield None, *await _spec(plan.model.rstrip("/"), plan.tokenizer)
         return
     directory = Path(plan.model)
     if not (directory / "config.json").is_file():
         raise ConfigError(f"--model {plan.model}: neither an engine's URL nor a directory with a config.json")
     require_torch()
+    served = {"weights": _fingerprint(directory)}
     command = [sys.executable, "-m", "shmrl.inference.embedded.server", "--model", plan.model, "--port", "0"]
     command += ["--max-num-seqs", str(plan.concurrency), "--seed", str(plan.seed)]
-    async with announced("engine", command, _SERVING, {}, preexec_fn=_die_with_parent) as (process, found):
-        yield process, await _spec(f"http://127.0.0.1:{int(found[1])}", plan.tokenizer or directory)
+    engine = Child("engine", command, _SERVING, {}, preexec_fn=_die_with_parent)
+    async with announced(engine) as found:
+        model, _ = await _spec(f"http://127.0.0.1:{int(found[1])}", plan.tokenizer or directory)
+        yield engine.process, model, served
 
 
-async def _spec(url: str, tokenizer: Path | None) -> dict[str, Any]:
-    async with EngineClient([url]) as engine:
-        await engine.health()
+def _fingerprint(directory: Path) -> str:
+    """A digest of the names, sizes and times of a model's files."""
+    files = sorted((file.name, file.stat()) for file in directory.iterdir() if file.is_file())
+    facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    return hashlib.blake2s(repr(facts).encode(), digest_size=8).hexdigest()
+
+
+async def _spec(url: str, tokenizer: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the `model` map, the served model's id, root and weight version)."""
+    async with EngineClient([url], timeout_s=ANSWER_S) as engine:
+        await engine.health(ANSWER_S)
         (card,) = await engine.cards()
+        (version,) = await engine.labels()
     directory = tokenizer or Path(card.get("root") or "")
     if not (directory / "tokenizer.json").is_file():
         raise ConfigError(
@@ -171,7 +197,8 @@ async def _spec(url: str, tokenizer: Path | None) -> dict[str, Any]:
             "the model's directory by --tokenizer"
         )
     tokenizer_dir, longest = str(directory.resolve()), card["max_model_len"]
-    return {"urls": [url], "name": card["id"], "tokenizer": tokenizer_dir, "max_model_len": longest}
+    model = {"urls": [url], "name": card["id"], "tokenizer": tokenizer_dir, "max_model_len": longest}
+    return model, {"id": card["id"], "root": card.get("root"), "version": version}
 
 
 def _die_with_parent() -> None:
@@ -262,26 +289,24 @@ def _row(result: EpisodeResult) -> dict[str, Any]:
 def summary(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One source: avg@k, the mean reward of its rollouts, and pass@k, the share of its tasks of which a rollout passed.
 
-    Both are over what succeeded; None where nothing did.
+    Both are over all rollouts and tasks: a rollout that failed has reward 0 and did not pass.
     """
-    good = [row for row in rows if row["success"]]
-    best: dict[int, float] = {}
-    for row in good:
-        best[row["number"]] = max(row["reward"], best.get(row["number"], row["reward"]))
+    passed = {row["number"] for row in rows if row["success"] and row["reward"] >= PASSED}
+    tasks = {row["number"] for row in rows}
     return {
         "source": name,
-        "tasks": len({row["number"] for row in rows}),
+        "tasks": len(tasks),
         "rollouts": len(rows),
-        "failed": len(rows) - len(good),
-        "avg": sum(row["reward"] for row in good) / len(good) if good else None,
-        "pass": sum(reward >= PASSED for reward in best.values()) / len(best) if best else None,
+        "failed": sum(not row["success"] for row in rows),
+        "avg": sum(row["reward"] for row in rows if row["success"]) / len(rows),
+        "pass": len(passed) / len(tasks),
     }
 
 
 def render(table: Sequence[Mapping[str, Any]], k: int) -> str:
     """The table as text: a header and a line per source."""
     header = ["source", "tasks", "rollouts", "failed", f"avg@{k}", f"pass@{k}"]
-    shares = [["-" if line[key] is None else f"{line[key]:.4f}" for key in ("avg", "pass")] for line in table]
+    shares = [[f"{line[key]:.4f}" for key in ("avg", "pass")] for line in table]
     counts = [[str(line[key]) for key in header[:4]] for line in table]
     lines = [header, *(count + share for count, share in zip(counts, shares, strict=True))]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]

@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shmrl.config import ArenaConfig, RunTree
+from shmrl.config.addresses import redacted
 from shmrl.config.budget import bytes_per_token, longest_episode
 from shmrl.config.shape import EXPERT_KEYS, ModelShape, model_shape
 from shmrl.errors import ConfigError, PortInUse
@@ -83,7 +84,7 @@ def _remote(tree: RunTree) -> list[str]:
         train, evaluation = tree.remote_sessions(list(urls))
         if None not in most and (total := sum(filter(None, most))) < train + evaluation:
             problems.append(
-                f"{', '.join(urls)}: {total} sessions (max_concurrent_envs), and this run opens up to "
+                f"{redacted(', '.join(urls))}: {total} sessions (max_concurrent_envs), and this run opens up to "
                 f"{train + evaluation}: {train} (orchestrator.max_inflight) and {evaluation} for evaluation"
             )
     return problems

@@ -1,7 +1,7 @@
 """The file of an evaluation: one line of JSON per rollout, written when it ends, read again by the run that goes on.
 
 Owned by `evaluate.py`, in its process. A line that was cut short by a kill is removed; of two lines of one rollout the
-later counts; a file of another model, sampling or task set is refused rather than mixed.
+later counts; a file of another model, seed, sampling or task set is refused rather than mixed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+
 from shmrl.config import EvalConfig
-from shmrl.errors import ConfigError
+from shmrl.errors import ConfigError, RunError
+
+_BEGINNING = b'{"source": "'
+"""Of every line."""
 
 
 class Key(NamedTuple):
@@ -25,15 +30,34 @@ class Key(NamedTuple):
     rollout: int
 
 
+class _Row(BaseModel):
+    """What a line needs to be gone on with."""
+
+    model_config = ConfigDict(strict=True)
+    source: str
+    number: NonNegativeInt
+    rollout: NonNegativeInt
+    model: str
+    served: dict[str, Any]
+    base_seed: int
+    env: dict[str, Any]
+    sampling: dict[str, Any]
+    task: str
+    success: bool
+    reward: float | None = None
+
+
 class RolloutFile:
     """The rollouts that are there, as `rows`, and where more are added. Locked: two runs never write one file.
 
-    Raises ConfigError for a file that is no such file, in use, or of another model.
+    Attributes: added: rollouts of this run.
+    Raises ConfigError for a file that is no such file, or in use.
     """
 
-    def __init__(self, path: Path, model: str) -> None:
-        self.path, self.model = path, model
+    def __init__(self, path: Path) -> None:
+        self.path, self.added = path, 0
         self.rows: dict[Key, dict[str, Any]] = {}
+        self._common: dict[str, Any] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b")
@@ -59,11 +83,28 @@ class RolloutFile:
         """Whether the rollout is there and succeeded."""
         return key in self.rows and bool(self.rows[key]["success"])
 
+    def expect(self, **values: Any) -> None:
+        """What all rollouts have in common, as their model: goes into every line; ConfigError if one has another."""
+        for row in self.rows.values():
+            self._compare(row, values)
+        self._common |= values
+
     def add(self, key: Key, row: Mapping[str, Any], config: EvalConfig) -> None:
-        """Write the rollout's line: all of it, or, after a kill, a part that the next run removes."""
-        made = {**key._asdict(), "model": self.model, **_settings(config), **row}
-        os.write(self._file.fileno(), json.dumps(made).encode() + b"\n")
+        """Write the rollout's line: all of it, or, after a kill, a part that the next run removes.
+
+        RunError if there is no room for it: the file then ends with the line before.
+        """
+        made = {**key._asdict(), **self._common, **_settings(config), **row}
+        fd, line = self._file.fileno(), memoryview(json.dumps(made).encode() + b"\n")
+        whole = os.fstat(fd).st_size
+        try:
+            while line:
+                line = line[os.write(fd, line) :]
+        except OSError as error:
+            os.ftruncate(fd, whole)
+            raise RunError(f"{self.path} cannot be written behind its {whole:,} B: {error.strerror}") from error
         self.rows[key] = made
+        self.added += 1
 
     def of(self, source: str, tasks: int, rollouts: int) -> list[dict[str, Any]]:
         """What is there of a source's first tasks and their first rollouts."""
@@ -78,18 +119,21 @@ class RolloutFile:
             expected = _settings(config)
             if key.number < len(task_ids):
                 expected["task"] = task_ids[key.number]
-            for name, value in expected.items():
-                if row[name] != value:
-                    raise ConfigError(
-                        f"{self.path} has rollouts of {config.name} with {name} = {row[name]!r}, not {value!r}: name "
-                        "another file by --out"
-                    )
+            self._compare(row, expected)
+
+    def _compare(self, row: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+        for name, value in expected.items():
+            if row[name] != value:
+                raise ConfigError(
+                    f"{self.path} has rollouts of {row['source']} with {name} = {row[name]!r}, not {value!r}: name "
+                    "another file by --out"
+                )
 
     def _read(self) -> None:
         self._file.seek(0)
         kept = 0
         for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and (self.rows or line.startswith(_BEGINNING[: len(line)])):
                 os.ftruncate(self._file.fileno(), kept)
                 return
             kept += len(line)
@@ -98,13 +142,16 @@ class RolloutFile:
     def _take(self, number: int, line: bytes) -> None:
         try:
             row = json.loads(line)
-            key, model, _ = Key(row["source"], row["number"], row["rollout"]), row["model"], row["success"]
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{self.path}, line {number}, is no rollout: name another file by --out") from None
-        if model != self.model:
-            raise ConfigError(f"{self.path} has rollouts of {model}, not of {self.model}: name another file by --out")
-        self.rows[key] = row
+            known = _Row.model_validate(row)
+        except (ValueError, RecursionError):
+            known = None
+        if known is None or (known.success and known.reward is None) or not line.endswith(b"\n"):
+            raise ConfigError(f"{self.path}, line {number}, is no rollout: name another file by --out")
+        self.rows[Key(known.source, known.number, known.rollout)] = row
 
 
 def _settings(config: EvalConfig) -> dict[str, Any]:
-    return {"env": config.env.model_dump(mode="json"), "sampling": config.sampling.model_dump(mode="json")}
+    return {
+        "env": config.env.without_secrets().model_dump(mode="json"),
+        "sampling": config.sampling.model_dump(mode="json"),
+    }

@@ -7,8 +7,9 @@ the rank's own arena passes through without a thread, a connection or a copy of 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from shmrl.arena import Arena
@@ -32,8 +33,7 @@ class StepBlocks:
     def __init__(self, arena: Arena, reader: int, config: ArenaConfig, node: NodeConfig, token: str | None) -> None:
         self._arena, self._reader, self._config, self._node, self._token = arena, reader, config, node, token
         self._copies: Copies | RemoteCopies | None = None
-        self._telling = ThreadPoolExecutor(1, "shmrl-done")
-        self._told: list[Future[None]] = []
+        self._telling: defaultdict[str, ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1, "shmrl-done"))
         self._seen: set[str] = set()
         self._nodes: dict[str, str] = {}
 
@@ -89,13 +89,13 @@ class StepBlocks:
 
     def done(self, micro_batches: Sequence[MicroBatch]) -> None:
         """This rank needs the blocks of the micro batches, as they were given to here(), no more. Waits for no other
-        node: what is told there is told in the background."""
+        node: what is told there is told in the background, to each on its own."""
         foreign = self._foreign(micro_batches)
         handles = {handle for micro_batch in micro_batches for handle in micro_batch.handles}
         self._arena.done(list(handles.difference(foreign)), reader=self._reader)
-        if foreign:
-            self._told = [one for one in self._told if not one.done()]
-            self._told.append(self._telling.submit(self._tell, foreign))
+        for origin in {handle.origin for handle in foreign}:
+            theirs = [handle for handle in foreign if handle.origin == origin]
+            self._telling[origin].submit(self._tell, theirs)
 
     def _tell(self, handles: list[Handle]) -> None:
         try:
@@ -105,7 +105,8 @@ class StepBlocks:
 
     def close(self) -> None:
         """Waits until everything is told, then lets go of the connections."""
-        self._telling.shutdown()
+        for telling in self._telling.values():
+            telling.shutdown()
         if self._copies is not None:
             self._copies.close()
 

@@ -22,8 +22,8 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from shmrl import wire
-from shmrl.errors import NodeError
-from shmrl.node.http import STATUS, BadMessage, Head, Stream, message
+from shmrl.errors import ConfigError, NodeError, ProtocolError
+from shmrl.node.http import MAX_BODY, STATUS, BadMessage, Head, Stream, message, number
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,6 +31,7 @@ T = TypeVar("T")
 STALL_S = 20.0
 CONNECT_S = 5.0
 LONGEST_PAUSE_S = 2.0
+MAX_ERROR = 64 << 10  # bytes of an error's text
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
 _RAISED = {kind.__name__: kind for kind in STATUS}
 
@@ -76,10 +77,11 @@ class Connection:
         if head is None:
             raise ConnectionResetError("closed before the answer")
         version, status, phrase = head.start
-        if not version.startswith("HTTP/1") or not (status.isascii() and status.isdigit()):
+        code = number(status)
+        if not version.startswith("HTTP/1") or code is None:
             raise BadMessage(502, "an answer that is not HTTP/1")
-        if int(status) >= 300:
-            self._refused(int(status), phrase, self.stream.body(head.length).decode(errors="replace")[:500], head)
+        if code >= 300:
+            self._refused(code, phrase, self.body(head, MAX_ERROR).decode(errors="replace")[:500], head)
         self.stream.patience(STALL_S)
         return head
 
@@ -91,18 +93,23 @@ class Connection:
         hint = "; is it the token of this run (arena.token_file, SHMRL_TOKEN)?" if status == 401 else ""
         raise NodeError(f"{status} {phrase}: {said}{hint}")
 
-    def body(self, head: Head) -> bytes:
-        """The answer's body."""
+    def body(self, head: Head, most: int = MAX_BODY) -> bytes:
+        """The answer's body. BadMessage for more than `most` bytes, of which none are received."""
+        if head.length > most:
+            raise BadMessage(502, f"an answer of {head.length} bytes where {most} are the most")
         return self.stream.body(head.length)
 
 
 class Client:
     """Calls node servers of one run with its `token`. ca: a file of certificates that https servers are checked by.
 
-    patience_s: how long attempts go on without any progress. Threads may share it.
+    patience_s: how long attempts go on without any progress. Threads may share it. ConfigError: no header can carry the
+    token.
     """
 
     def __init__(self, token: str, *, ca: Path | None = None, patience_s: float = 60.0) -> None:
+        if not (token.isascii() and token.isprintable()):
+            raise ConfigError("the token has characters that a header cannot carry: printable ASCII is expected")
         self._token, self.patience_s = token, patience_s
         self._tls = None if ca is None else ssl.create_default_context(cafile=str(ca))
         self._idle: defaultdict[str, list[Connection]] = defaultdict(list)
@@ -120,6 +127,11 @@ class Client:
 
         return self.run(url, attempt)
 
+    @property
+    def closing(self) -> bool:
+        """Whether it is closed: nothing succeeds any more."""
+        return self._closing.is_set()
+
     def run(self, url: str, attempt: Callable[[Connection], T], progress: Callable[[], int] = int) -> T:
         """attempt(connection) until it succeeds. progress: bytes so far; patience counts from the last increase.
 
@@ -131,6 +143,8 @@ class Client:
                 return self._once(url, attempt)
             except ssl.SSLCertVerificationError as error:
                 raise NodeError(f"{url}: {error}") from error
+            except (ProtocolError, ValueError, OverflowError, MemoryError) as error:
+                raise NodeError(f"{url}: no node server's answer: {type(error).__name__}: {error}") from error
             except (OSError, BadMessage, Passing) as error:
                 if progress() != moved:
                     moved, since, tries = progress(), time.monotonic(), 0

@@ -25,6 +25,8 @@ from shmrl.types import Handle
 log = logging.getLogger(__name__)
 
 PARALLEL = 8
+LONGEST_WAIT_S = 15.0  # of a question from elsewhere: its connection is silent meanwhile
+STOPPING = "this node's server is stopping"
 _LOST: dict[str, type[ShmrlError]] = {
     kind.__name__: kind for kind in (ArenaFull, ChecksumError, LostPayload, NodeError)
 }
@@ -83,7 +85,7 @@ class Copies:
     def _flight(self, handle: Handle, nodes: Mapping[str, str], reader: int) -> Future[Handle]:
         with self._changing:
             if self._closing:
-                raise NodeError("this node's server is stopping")
+                raise NodeError(STOPPING)
             copy = self._copies.get(handle)
             if copy is None or not self._usable(copy):
                 url = url_of(handle, nodes)
@@ -107,6 +109,8 @@ class Copies:
         return True
 
     def _fetch(self, handle: Handle, url: str) -> Handle:
+        if self._closing:
+            raise NodeError(STOPPING)
         try:
             here = fetch_one(self._arena, self._client, handle, url)
         except ShmrlError as error:
@@ -121,16 +125,22 @@ class Copies:
             self._counters.update(more)
 
     def done(self, handles: Sequence[Handle], nodes: Mapping[str, str], reader: int) -> None:
-        """This reader needs them no more: their own nodes are told, and what nobody here needs is freed. Idempotent."""
+        """This reader needs them no more: what nobody here needs is freed, then their own nodes are told, all at once.
+        Idempotent."""
+        self._free([copy.here.result() for handle in map(Handle, handles) if (copy := self._over(handle, reader))])
         by_url = defaultdict(list)
         for handle in map(Handle, handles):
             by_url[url_of(handle, nodes)].append(handle)
-        for url, theirs in by_url.items():
-            try:
-                self._client.call(url, "blocks/done", handles=theirs, reader=reader)
-            except ShmrlError as error:
-                log.warning("%s was not told that %d blocks are done: %s", url, len(theirs), error)
-        self._free([copy.here.result() for handle in map(Handle, handles) if (copy := self._over(handle, reader))])
+        with ThreadPoolExecutor(max(1, len(by_url)), "shmrl-done") as telling:
+            told = [telling.submit(self._tell, url, theirs, reader) for url, theirs in by_url.items()]
+        for one in told:
+            one.result()
+
+    def _tell(self, url: str, handles: list[Handle], reader: int) -> None:
+        try:
+            self._client.call(url, "blocks/done", handles=handles, reader=reader)
+        except ShmrlError as error:
+            log.warning("%s was not told that %d blocks are done: %s", url, len(handles), error)
 
     def _over(self, handle: Handle, reader: int) -> _Copy | None:
         """The copy, if this was its last reader; it is forgotten then."""
@@ -149,9 +159,9 @@ class Copies:
 
     def answer(self, handles: Sequence[Handle], nodes: Mapping[str, str], reader: int, wait_s: float) -> dict[str, Any]:
         """`want` in values that travel: {here: {index: handle}, lost: {index: [error's name, message]}}."""
-        found = self.want(handles, nodes, reader, wait_s)
+        found = self.want(handles, nodes, reader, min(wait_s, LONGEST_WAIT_S))
         if self._closing:  # what was broken off is not lost: the next server has it
-            raise NodeError("this node's server is stopping")
+            raise NodeError(STOPPING)
         here, lost = {}, {}
         for index, handle in enumerate(handles):
             if isinstance(outcome := found.get(handle), Handle):
@@ -165,7 +175,7 @@ class Copies:
         with self._changing:
             self._closing = True
         self._client.close()
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown()  # what was queued is refused: a cancelled future wakes nobody in wait()
 
 
 def _outcome(flight: Future[Handle]) -> Handle | Exception:

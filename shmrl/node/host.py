@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import tomli_w
 
 from shmrl.config import ArenaConfig, RunTree, parse_bytes
-from shmrl.config.rundir import RunDir, open_run_dir, write_atomic
+from shmrl.config.rundir import RunDir, make_private, open_run_dir, write_atomic
 from shmrl.errors import ArenaError, ConfigError, ProcessFailed, RunError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 SHM = Path("/dev/shm")
 SWEEP_S = 1.0
+GRACE_S = 5.0  # for the node server, until it is killed
 _TRAIN = ("torch", "transformers", "safetensors")  # what of the extra `train` is imported
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _SOCKET_PATH_LIMIT = 107  # sun_path of a unix socket, without its final zero
@@ -161,7 +162,7 @@ def _lock(directory: Path, output_dir: Path) -> int:
 
 def _private(directory: Path) -> None:
     """Make a directory only we can enter; refuse one that somebody else put there."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(directory)
     stat = directory.lstat()
     if directory.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o077:
         raise RunError(f"{directory} is not a private directory of uid {os.getuid()}: remove it")
@@ -264,7 +265,12 @@ class _Server:
     def close(self) -> None:
         if self._process is not None:
             self._process.terminate()
-            self._process.wait()
+            try:
+                self._process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                log.warning("the node server did not end within %g s of SIGTERM and is killed", GRACE_S)
+                self._process.kill()
+                self._process.wait()
 
 
 def node_command(rundir: RunDir) -> list[str]:

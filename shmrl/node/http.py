@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from shmrl.errors import AlreadyFreed, ArenaError, ArenaFull, ForeignArena, NotOwner, NotSealed, StaleHandle
 
 MAX_HEAD = 16384  # bytes
+MAX_BODY = 16 << 20  # bytes of arguments, or of an answer to them
 STATUS: dict[type[ArenaError], int] = {
     ForeignArena: 404,
     StaleHandle: 410,
@@ -51,10 +52,10 @@ class Head:
     @property
     def length(self) -> int:
         """Bytes of the body; BadMessage if that cannot be known."""
-        given = self.fields.get("content-length", "0")
-        if "transfer-encoding" in self.fields or not (given.isascii() and given.isdigit()):
+        given = number(self.fields.get("content-length", "0"))
+        if "transfer-encoding" in self.fields or given is None:
             raise BadMessage(400, "a body needs a Content-Length, in digits, and no Transfer-Encoding")
-        return int(given)
+        return given
 
 
 class Stream:
@@ -179,6 +180,11 @@ class Stream:
         self._sock.close()
 
 
+def number(text: str) -> int | None:
+    """What 1 to 18 digits say, which is below 2^63; None for anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
 def _parsed(raw: bytes) -> Head:
     first, *lines = raw.decode("latin-1").split("\r\n")
     words = first.split(" ", 2)
@@ -214,7 +220,7 @@ def byte_range(given: str | None, nbytes: int) -> tuple[int, int] | None:
     unit, _, spec = (given or "").partition("=")
     first, dash, last = spec.partition("-")
     numbers = [part for part in (first, last) if part]
-    if unit.strip() != "bytes" or not dash or not numbers or not all(p.isascii() and p.isdigit() for p in numbers):
+    if unit.strip() != "bytes" or not dash or not numbers or any(number(part) is None for part in numbers):
         return None
     start = int(first) if first else max(0, nbytes - int(last))
     stop = min(int(last) + 1, nbytes) if first and last else nbytes

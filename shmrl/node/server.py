@@ -28,16 +28,15 @@ from shmrl.errors import ConfigError, RunError
 from shmrl.node.client import Client
 from shmrl.node.copies import Copies
 from shmrl.node.host import read_token, require_arena
-from shmrl.node.http import BadMessage, Head, Stream, message
+from shmrl.node.http import MAX_BODY, BadMessage, Head, Stream, message
 from shmrl.node.ports import port_in_use
 from shmrl.node.service import Reply, Service
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
-MAX_BODY = 16 << 20
-IDLE_S = 120.0  # a connection without a request
-HEAD_S = 10.0  # a request's head, from its first byte on
+IDLE_S = 120.0  # a connection between requests, once it has shown the token
+HEAD_S = 10.0  # a request's head, from its first byte on; and until the first one begins
 WATCH_S = 0.5  # how often the process looks whether its parent is there
 DRAIN_S = 1.0  # a peer that was refused in the middle of its request, to read why
 STALL_S = 30.0  # a peer that takes or sends nothing in the middle of a body
@@ -158,8 +157,9 @@ class NodeServer:
             if isinstance(sock, ssl.SSLSocket):
                 stream.patience(HEAD_S)
                 sock.do_handshake()
-            while not self._closing.is_set() and self._exchange(stream):
-                pass
+            idle_s = HEAD_S
+            while not self._closing.is_set() and self._exchange(stream, idle_s):
+                idle_s = IDLE_S
         except OSError as error:
             log.debug("a connection ended: %s", error)
         finally:
@@ -167,16 +167,21 @@ class NodeServer:
                 del self._threads[me]
             sock.close()
 
-    def _exchange(self, stream: Stream) -> bool:
-        """One request and its answer -> whether another may follow."""
+    def _exchange(self, stream: Stream, idle_s: float) -> bool:
+        """One request, begun within idle_s, and its answer -> whether another may follow: never without the token."""
         head, keep = None, False
         try:
-            head = stream.head(IDLE_S, HEAD_S)
+            head = stream.head(idle_s, HEAD_S)
             if head is None:
                 return False
             reply, keep = self._answered(stream, head)
         except BadMessage as error:
             reply = Reply(error.status, str(error).encode())
+        except OSError:
+            raise
+        except Exception as error:
+            log.exception("a request could not be answered")
+            reply = Reply(500, type(error).__name__.encode())
         stream.patience(STALL_S)
         self._send(stream, reply, body=head is None or head.start[0] != "HEAD", keep=keep)
         if not keep:

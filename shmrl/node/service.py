@@ -76,7 +76,7 @@ class Service:
         path, _, query = target.partition("?")
         try:
             return self._route(method, path.split("/")[1:], query, fields, body)
-        except (ProtocolError, ValueError, TypeError, KeyError) as error:
+        except (ProtocolError, ValueError, TypeError, KeyError, OverflowError) as error:
             return Reply(400, f"{type(error).__name__}: {error}".encode())
         except ShmrlError as error:
             return self._failed(error)

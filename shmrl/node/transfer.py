@@ -9,15 +9,17 @@ servers (`Copies`), in ranks without one, and by embedders.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from shmrl.arena import Arena, columns
+from shmrl.arena import Arena, Block, columns, span_bytes
 from shmrl.config.tables import FETCHED, SPILL_AFTER_S
 from shmrl.errors import (
     ArenaError,
+    ArenaFull,
     ChecksumError,
     ForeignArena,
     LostPayload,
@@ -27,12 +29,13 @@ from shmrl.errors import (
     StaleHandle,
 )
 from shmrl.node.client import Client, Connection, Passing
-from shmrl.node.http import BadMessage
+from shmrl.node.http import BadMessage, number
 from shmrl.types import Handle
 
 log = logging.getLogger(__name__)
 
 CHUNK = 1 << 20  # bytes received at once, and compared while they are in the caches
+SLICE_S = 0.5  # of a wait for room, until it looks whether it is still wanted
 CORRUPT = 2  # attempts whose bytes do not match their checksums, until that is the block's state and not the network's
 
 
@@ -88,9 +91,7 @@ def original_of(tag: str) -> Handle | None:
 
 def fetch_one(arena: Arena, client: Client, handle: Handle, url: str) -> Handle:
     """A copy of one block, with the errors of `fetch`."""
-    spills = bool(arena._spill_dir())
-    patience_s, on_full = (SPILL_AFTER_S, "spill") if spills else (client.patience_s, "block")
-    with arena.reserve(handle.nbytes, tag=tag_of(handle), timeout_s=patience_s, on_full=on_full) as block:
+    with _room(arena, client, handle) as block:
         with memoryview(block) as payload:
             transfer = _Transfer(handle, payload)
             try:
@@ -101,7 +102,27 @@ def fetch_one(arena: Arena, client: Client, handle: Handle, url: str) -> Handle:
                 raise
             except ShmrlError as error:
                 raise NodeError(f"{url}: {error}") from error
-        return block._seal_as(*transfer.behind)
+        try:
+            return block._seal_as(*transfer.behind)
+        except ValueError as error:
+            raise NodeError(f"{url}: {error}") from error
+
+
+def _room(arena: Arena, client: Client, handle: Handle) -> Block:
+    """The block that a copy goes into. ArenaFull; NodeError when the client is closed meanwhile."""
+    if arena._spill_dir():
+        return arena.reserve(handle.nbytes, tag=tag_of(handle), timeout_s=SPILL_AFTER_S, on_full="spill")
+    until = time.monotonic() + client.patience_s
+    while True:
+        began = time.monotonic()
+        try:
+            return arena.reserve(handle.nbytes, tag=tag_of(handle), timeout_s=SLICE_S)
+        except ArenaFull:
+            now = time.monotonic()
+            if client.closing:
+                raise NodeError(f"{handle!r} was not fetched: its client was closed") from None
+            if now >= until or now - began < SLICE_S:  # refused at once: there will never be room
+                raise
 
 
 class _Transfer:
@@ -148,10 +169,12 @@ class _Transfer:
     def _begin(self, connection: Connection) -> None:
         """What lies behind the payload, and whether it is checked."""
         head = connection.answer()
-        told = head.fields.get("shmrl-crc32c", ""), head.fields.get("shmrl-checked", "")
-        if not all(word.isascii() and word.isdigit() for word in told):
+        crc, checked = (number(head.fields.get(name, "")) for name in ("shmrl-crc32c", "shmrl-checked"))
+        if crc is None or crc >> 32 or checked not in (0, 1):
             raise BadMessage(502, "an answer without checksum fields")
-        tail, crc, checked = self._behind = connection.body(head), int(told[0]), told[1] == "1"
+        nbytes = len(self._payload)
+        tail = connection.body(head, span_bytes(nbytes) - nbytes)
+        self._behind = tail, crc, checked == 1
         self._arrival = columns.Arrival(self._handle, self._payload, tail, crc) if checked else None
 
     def _receive(self, connection: Connection) -> None:

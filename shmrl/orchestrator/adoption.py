@@ -51,6 +51,7 @@ def adopt(
             adopted += 1
         else:
             free += blocks
+    free = [handle for handle in free if handle not in ledger.open()]  # what adopted branches share is theirs
     for handle in free:
         with suppress(ArenaError):  # gone with a lost sibling
             arena.adopt([handle])
@@ -78,7 +79,8 @@ def _unshipped(
         if parts[0] != run or row["state"] != "ready" or handle in held:
             continue
         header = _header(arena, handle)
-        if len(parts) == 4 and parts[1] in train and _GROUP.fullmatch(parts[2]) and parts[3].isdigit() and header:
+        of_train = len(parts) == 4 and parts[1] in train and _GROUP.fullmatch(parts[2]) and parts[3].isdigit()
+        if of_train and header and "branch" in header.meta:  # not what branches share: that comes with them
             groups[parts[1], parts[2]][int(parts[3])].append((handle, header))
         else:
             others.append(handle)

@@ -312,8 +312,9 @@ class Dispatcher:
             self._returned += 1
             self.wake()
         good = [result for result in results if result.success]
-        for result in good:
-            self._admission.saw(ask.source.name, stored_bytes(result.samples))
+        stored = stored_bytes(sample for result in good for sample in result.samples)
+        for _ in good:  # each its share: what siblings have in common is stored once
+            self._admission.saw(ask.source.name, stored // len(good))
         running.group.results += good
         running.failed += len(results) - len(good)
         self._settle(running)

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -144,7 +144,7 @@ class Episodes:
             replies = await self._replies(ask, tag)
         finally:
             del self._open[tags[0]]
-        results = [self._received(ask, reply, tag) for reply, tag in zip(replies, tags, strict=True)]
+        results = self._received(ask, replies, tags)
         try:
             for result, tag in zip(results, tags, strict=True):
                 if not result.success:
@@ -172,12 +172,15 @@ class Episodes:
         except (Exception, asyncio.CancelledError) as error:  # cancelled: the client gave the request up by itself
             return _failed(ask, ErrorInfo.of(error))
 
-    def _received(self, ask: Ask, result: EpisodeResult, tag: str) -> EpisodeResult:
-        """Adopt what came. A lost block, a reward that is no number or too old a policy makes a failure of it."""
-        try:
-            self._ledger.adopt(result.samples, tag)
-        except LostPayload as error:
-            return _failed(ask, ErrorInfo.of(error))[0]
+    def _received(self, ask: Ask, replies: Sequence[EpisodeResult], tags: Sequence[str]) -> list[EpisodeResult]:
+        """Adopt what came, all of it before anything is released: siblings share their prompt's block."""
+        lost = self._ledger.adopt_all({tag: reply.samples for reply, tag in zip(replies, tags, strict=True)})
+        return [self._judged(ask, reply, lost.get(tag)) for reply, tag in zip(replies, tags, strict=True)]
+
+    def _judged(self, ask: Ask, result: EpisodeResult, lost: LostPayload | None) -> EpisodeResult:
+        """A lost block, a reward that is no number or too old a policy makes a failure of an episode."""
+        if lost is not None:
+            return _failed(ask, ErrorInfo.of(lost))[0]
         fault = result.error or _fault(ask, result)
         if fault is None:
             self._failures.clear()
@@ -228,12 +231,9 @@ class Episodes:
         self._late.discard(request)
         if request.cancelled() or request.exception() is not None:
             return  # the server frees what it kept
-        for result in request.result():
-            try:
-                self._ledger.adopt(result.samples, tag)
-            except LostPayload:
-                continue
-            self._ledger.release(result.samples)
+        samples = {f"{tag}/{index}": result.samples for index, result in enumerate(request.result())}
+        lost = self._ledger.adopt_all(samples)
+        self._ledger.release(sample for tag in samples.keys() - lost.keys() for sample in samples[tag])
         log.info("%s returned after it was given up; released", tag)
 
     async def watch(self) -> None:

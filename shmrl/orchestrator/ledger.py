@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -56,31 +56,33 @@ class Ledger:
 
     def adopt(self, samples: Sequence[Sample], tag: str) -> None:
         """Become the owner of an episode's blocks. LostPayload if one is gone; the episode's others are then freed."""
-        counts = Counter(handle for sample in samples for handle in sample.handles)
-        taken: list[Handle] = []
-        for handle in counts:
+        for error in self.adopt_all({tag: samples}).values():
+            raise error
+
+    def adopt_all(self, episodes: Mapping[str, Sequence[Sample]]) -> dict[str, LostPayload]:
+        """Become the owner of everything that a reply brought, by the episodes' tags; the errors of those that lost a
+        block. Their others are freed, but for what siblings share."""
+        counts = {
+            tag: Counter(handle for sample in samples for handle in sample.handles) for tag, samples in episodes.items()
+        }
+        gone: dict[Handle, ArenaError] = {}
+        handles = dict.fromkeys(handle for count in counts.values() for handle in count)
+        for handle in handles:
             try:
                 self._arena.adopt([handle])
             except ArenaError as error:
-                self._free([block for block in taken if block not in self._holds])
-                self._free_rest(counts, handle)
-                raise LostPayload(f"{tag}: block {handle!r} could not be adopted: {error}") from error
-            taken.append(handle)
-        for handle, count in counts.items():
-            self._holds.setdefault(handle, Hold(tag)).samples += count
-
-    def _free_rest(self, counts: Iterable[Handle], lost: Handle) -> None:
-        """Adopt and free what a half-lost episode still has, so that its siblings do not outlive it; but for what
-        other episodes share."""
-        handles = list(counts)
-        for handle in handles[handles.index(lost) + 1 :]:
-            if handle in self._holds:
+                gone[handle] = error
+        lost: dict[str, LostPayload] = {}
+        for tag, count in counts.items():
+            missing = next((handle for handle in count if handle in gone), None)
+            if missing is not None:
+                lost[tag] = LostPayload(f"{tag}: block {missing!r} could not be adopted: {gone[missing]}")
+                lost[tag].__cause__ = gone[missing]
                 continue
-            try:
-                self._arena.adopt([handle])
-            except ArenaError:
-                continue
-            self._free([handle])
+            for handle, uses in count.items():
+                self._holds.setdefault(handle, Hold(tag)).samples += uses
+        self._free([handle for handle in handles if handle not in gone and handle not in self._holds])
+        return lost
 
     def release(self, samples: Iterable[Sample]) -> None:
         """These samples will not be trained: free each block that no other sample waits for and no step reads."""

@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 
 from shmrl import wire
+from shmrl.config.rundir import make_private
 from shmrl.errors import ProtocolError, RunError
 from shmrl.orchestrator.shipped import ShippedSteps
 
@@ -61,7 +62,7 @@ class TrainerLink:
 
     def _bound(self, address: str) -> zmq.asyncio.Socket:
         if address.startswith("ipc://"):
-            Path(address.removeprefix("ipc://")).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(Path(address.removeprefix("ipc://")).parent)
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.LINGER, LINGER_MS)

@@ -18,6 +18,7 @@ from shmrl.payload.pack import pack
 from shmrl.payload.plan import TokenRange, zigzag
 from shmrl.payload.registry import ragged, register_field
 from shmrl.payload.routing import Routing
+from shmrl.payload.sharing import SharedRows
 from shmrl.payload.wireform import micro_batches_from_wire, micro_batches_to_wire, sample_from_wire, sample_to_wire
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "BranchBuilder",
     "Header",
     "Routing",
+    "SharedRows",
     "TensorBatch",
     "TokenRange",
     "assemble",

@@ -26,6 +26,7 @@ from shmrl.payload.forms import (
     routed_experts,
 )
 from shmrl.payload.routing import Routing
+from shmrl.payload.sharing import Opening
 
 __all__ = [
     "BranchBuilder",
@@ -135,6 +136,19 @@ class BranchBuilder:
         kept = list(generation.logprobs) if trainable else [0.0] * len(new)
         self._logprobs += [0.0] * len(prompt) + kept
         self.versions += [_version(label) for label, _, _ in generation.weight_versions]
+
+    def opening(self) -> Opening | None:
+        """What lies before the first sampled token, for `SharedRows`; None where nothing does or rows are missing."""
+        n = self._loss.index(True) if True in self._loss else len(self._loss) - 1
+        if n < 1:
+            return None
+        tokens = np.array(self.tokens[:n], np.int32)
+        if self._routing is None:
+            return Opening(tokens)
+        try:
+            return Opening(tokens, self._routing.stitch(len(self.tokens)).first(n), self._routing.layers)
+        except PayloadError:  # `branch` will raise it
+            return None
 
     def branch(self, meta: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] | None = None) -> Branch:
         """The finished branch; `meta` is completed with the versions seen and the head's layout."""

@@ -56,6 +56,16 @@ class Stitched:
         self.fill(out)
         return out if dtype is None else out.astype(dtype)
 
+    def first(self, n: int) -> Stitched:
+        """The first n of the rows."""
+        return Stitched(self._pieces, (n, *self.shape[1:]), self.num_experts)
+
+    def rows(self, start: int, stop: int) -> NDArray[Any]:
+        """A copy of rows start .. stop. PayloadError as in `fill`."""
+        out = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        self.fill(out, start)
+        return out
+
     def fill(self, target: NDArray[Any], start: int = 0) -> None:
         """Rows start .. start + len(target) into `target`, C-contiguous, of this type.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, peek_run_dir, write_atomic
+from shmrl.config.rundir import RunDir, latest_checkpoint, make_private, open_run_dir, peek_run_dir, write_atomic
 from shmrl.errors import ConfigError
 
 
@@ -80,3 +80,9 @@ def test_an_atomic_write_replaces_the_file_and_leaves_no_other(tmp_path):
     write_atomic(tmp_path / "a" / "x.json", "2")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["x.json"]
     assert (tmp_path / "a" / "x.json").read_text() == "2"
+
+
+def test_private_directories_are_so_from_the_first_that_was_missing(tmp_path):
+    make_private(tmp_path / "a" / "b" / "c")
+    make_private(tmp_path / "a" / "b" / "c")
+    assert [(tmp_path / part).stat().st_mode & 0o777 for part in ("a", "a/b", "a/b/c")] == [0o700] * 3

@@ -15,7 +15,7 @@ from tests.support.runs import with_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-SEQ_LEN, LONG, HEAD, STEPS = 384, 420, 6, 3
+SEQ_LEN, LONG, HEAD, STEPS = 384, 360, 6, 3
 ORACLE = Oracle(seed=5, layers=2, experts=4, stop_every=11)
 
 CONFIG = f"""

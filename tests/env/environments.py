@@ -27,12 +27,14 @@ class Echo(Environment):
 
 
 class Turns(Echo):
-    """`turns` turns of one conversation, then, if the task says `branch`, another second turn: a branch."""
+    """`turns` turns of one conversation, then, if the task says `branch`, another second turn: a branch. `text`: what
+    it begins with."""
 
     async def rollout(self, task, model):
         messages: list[Any] = []
         for turn in range(task.data["turns"]):
-            messages.append({"role": "user", "content": f"t{turn}"})
+            before = "" if turn else task.data.get("text", "")
+            messages.append({"role": "user", "content": f"{before}t{turn}"})
             messages.append((await model.chat.completions.create(messages=messages)).choices[0].message)
         if task.data.get("branch"):
             again = [*messages[:2], {"role": "user", "content": "again"}]

@@ -201,7 +201,7 @@ def test_siblings_are_freed_when_one_branch_does_not_encode(arena):
     model = SimpleNamespace(branches=lambda meta: branches)
     one = Worker(None, {"timeout_s": 1.0, "on_full": "block"}, SimpleNamespace(environment=None), arena)
     with pytest.raises(PayloadError, match="text: something that msgpack cannot carry"):
-        one._store(model, {}, "run/test/g/0", threading.Event())
+        one._store(model, {}, "run/test/g/0", SimpleNamespace(prefix=lambda key, **limits: None), threading.Event())
     stats = arena.stats()
     assert (stats["blocks"], stats["created"], stats["freed"]) == (0, 1, 1)
 

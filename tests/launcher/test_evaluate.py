@@ -3,19 +3,21 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
 
 from shmrl.config import TinyModel, load_eval
 from shmrl.env import resolve_env
-from shmrl.errors import ConfigError, ProcessFailed, TasksetError
-from shmrl.launcher.evaluate import Plan, _while_lives, evaluate, render, summary
+from shmrl.errors import ConfigError, EngineError, ProcessFailed, RunError, TasksetError
+from shmrl.launcher.evaluate import Plan, _fingerprint, _while_lives, evaluate, render, summary
 from shmrl.launcher.rollout_file import Key, RolloutFile
 from tests.env.conftest import model_dir, until  # noqa: F401
 from tests.test_cli import cli
@@ -93,19 +95,22 @@ def test_the_same_command_completes_a_file_that_was_cut(plan):
     assert sorted(plan.out.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
-def test_a_server_of_someone_else_is_evaluated_by_its_url(plan):
-    url, server = resolve_env("guess-number", {"high": 3})
+def test_a_server_of_someone_else_is_evaluated_by_its_url_and_its_token_is_kept_nowhere(plan, capfd):
+    url, server = resolve_env("guess-number", {"high": 3}, token="a-token-of-16-ch")
     with server:
+        assert url.endswith("/a-token-of-16-ch")
         sources = load_eval(f"openenv:{url}", {"env.max-turns": "2", "sampling.max-tokens": "4"})
         assert evaluate(replace(plan, sources=sources)) == 0
     assert keys(plan) == [(sources[0].name, i, k) for i in (0, 1) for k in (0, 1)]
     assert {row["messages"][0]["content"] for row in rows(plan)} == {"1-3"}
+    assert sources[0].name == f"openenv-http-127.0.0.1-{server.port}"
+    assert "a-token" not in "".join([*capfd.readouterr(), plan.out.read_text()])
 
 
 def test_rollouts_that_failed_are_told_and_tried_again(plan, place, capsys):
     plan = replace(plan, tasks=99)
     assert evaluate(plan) == 1
-    assert capsys.readouterr().out.split()[-6:] == ["graded-Graded", "4", "8", "2", "0.5833", "0.3333"]
+    assert capsys.readouterr().out.split()[-6:] == ["graded-Graded", "4", "8", "2", "0.4375", "0.2500"]
     assert {row.get("error") for row in rows(plan)} == {None, "RuntimeError: no reward today"}
     (place / "mended").touch()
     assert evaluate(plan) == 0
@@ -113,31 +118,139 @@ def test_rollouts_that_failed_are_told_and_tried_again(plan, place, capsys):
     assert len(rows(plan)) == 10
 
 
+COMMON = {"model": "m", "base_seed": 0, "served": {"id": "policy", "root": "r", "version": "4"}}
+DONE = {"task": "eval-1", "success": True, "reward": 1.0}
+
+
+def add(path, config, number=1, **row):
+    with RolloutFile(path) as file:
+        file.expect(**COMMON)
+        file.add(Key("reverse-text", number, 0), {**DONE, **row}, config)
+
+
 def test_a_file_of_something_else_is_refused(tmp_path):
     (config,), path = load_eval("reverse-text"), tmp_path / "eval.jsonl"
-    with RolloutFile(path, "m") as file:
-        file.add(Key("reverse-text", 1, 0), {"task": "eval-1", "success": True, "reward": 1.0}, config)
-    with RolloutFile(path, "m") as file:
+    add(path, config)
+    with RolloutFile(path) as file:
         file.check(config, ["eval-0", "eval-1"])
         file.check(config, ["eval-0"])  # a smaller n
         with pytest.raises(ConfigError, match="with task = 'eval-1', not 'other-1': name another file by --out"):
             file.check(config, ["other-0", "other-1"])
         with pytest.raises(ConfigError, match=r"with sampling = .*'temperature': 1\.0.* not .*'temperature': 0\.5"):
             file.check(load_eval("reverse-text", {"sampling.temperature": "0.5"})[0], ["eval-0", "eval-1"])
-    with pytest.raises(ConfigError, match="has rollouts of m, not of other: name another file by --out"):
-        RolloutFile(path, "other")
+        file.expect(**COMMON)
+        for name, value in {"model": "other", "base_seed": 7, "served": {**COMMON["served"], "version": "5"}}.items():
+            with pytest.raises(ConfigError, match=rf"rollouts of reverse-text with {name} = .*, not .*: name another"):
+                file.expect(**{name: value})
 
 
 def test_a_file_is_of_rollouts_and_has_one_writer(tmp_path):
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"a": 1}\n')
-    with pytest.raises(ConfigError, match=r"other\.jsonl, line 1, is no rollout"):
-        RolloutFile(other, "m")
     with (
-        RolloutFile(tmp_path / "eval.jsonl", "m"),
+        RolloutFile(tmp_path / "eval.jsonl"),
         pytest.raises(ConfigError, match="in use by another evaluation"),
     ):
-        RolloutFile(tmp_path / "eval.jsonl", "m")
+        RolloutFile(tmp_path / "eval.jsonl")
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"a": 1}\n', b"my only copy", b"[" * 9999, b'{"a": 1}', b"\xff\n", b"7\n", b"\n"]
+)
+def test_a_file_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path, content):
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"other\.jsonl, line 1, is no rollout"):
+        RolloutFile(other)
+    assert other.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"source": ["a"]},
+        {"number": "1"},
+        {"number": -1},
+        {"rollout": 1.5},
+        {"success": 1},
+        {"reward": None},
+        {"reward": "1"},
+        {"env": None},
+        {"served": "m"},
+        {"task": 3},
+    ],
+)
+def test_a_line_with_a_value_of_another_type_is_no_rollout(tmp_path, wrong):
+    path = tmp_path / "eval.jsonl"
+    add(path, load_eval("reverse-text")[0], **wrong)
+    with pytest.raises(ConfigError, match="line 1, is no rollout"):
+        RolloutFile(path)
+
+
+@pytest.mark.parametrize("missing", ["env", "sampling", "task", "served", "base_seed", "reward"])
+def test_a_line_without_what_it_is_compared_by_is_no_rollout(tmp_path, missing):
+    path = tmp_path / "eval.jsonl"
+    add(path, load_eval("reverse-text")[0])
+    row = json.loads(path.read_text())
+    del row[missing]
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match="line 1, is no rollout"):
+        RolloutFile(path)
+
+
+@pytest.mark.parametrize("kept", [3, 12, 40])
+def test_a_first_line_that_was_cut_short_is_removed(tmp_path, kept):
+    path = tmp_path / "eval.jsonl"
+    add(path, load_eval("reverse-text")[0])
+    path.write_bytes(path.read_bytes()[:kept])
+    with RolloutFile(path) as file:
+        assert not file.rows
+    assert path.read_bytes() == b""
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path):
+    """The limit on a file's size stands for it: a part of the line is written, then none."""
+    (config,), path = load_eval("reverse-text"), tmp_path / "eval.jsonl"
+    add(path, config)
+    whole, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 50, limits[1]))
+    try:
+        with pytest.raises(
+            RunError, match=rf"eval\.jsonl cannot be written behind its {len(whole):,} B: File too large"
+        ):
+            add(path, config, number=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == whole
+
+
+def test_other_weights_behind_the_same_url_and_another_seed_are_refused(plan, caplog):
+    assert evaluate(plan) == 0
+    caplog.clear()
+    assert evaluate(plan) == 0
+    assert f"nothing was run: {plan.out} had all of these 4 rollouts" in caplog.messages
+    before = plan.out.read_bytes()
+    with pytest.raises(ConfigError, match="with base_seed = 0, not 7: name another file by --out"):
+        evaluate(replace(plan, seed=7))
+    urlopen(Request(f"{plan.model}/update_weight_version", b'{"new_version": "5"}'), timeout=10).close()
+    with pytest.raises(ConfigError, match=r"with served = \{.*'version': '0'\}, not \{.*'version': '5'\}"):
+        evaluate(plan)
+    assert plan.out.read_bytes() == before
+
+
+def test_a_directory_of_other_weights_has_another_fingerprint(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    first = _fingerprint(tmp_path)
+    assert _fingerprint(tmp_path) == first
+    weights.write_bytes(b"more")
+    longer = _fingerprint(tmp_path)
+    os.utime(weights, ns=(1, 1))
+    assert len({first, longer, _fingerprint(tmp_path)}) == 3
+
+
+def test_an_engine_that_is_not_there_is_not_waited_for(plan, monkeypatch):
+    monkeypatch.setattr("shmrl.launcher.evaluate.ANSWER_S", 0.2)
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:1 is not healthy: .*[Cc]onnect"):
+        evaluate(replace(plan, model="http://127.0.0.1:1"))
 
 
 def test_what_cannot_be_evaluated_is_refused_before_anything_starts(plan, place):
@@ -165,7 +278,8 @@ def test_the_commands_refusals(arguments, said, place):
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
-def test_a_task_set_that_cannot_be_read_ends_it(plan):
+def test_a_task_set_that_cannot_be_read_ends_it(plan, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the server's process
     with pytest.raises(TasksetError, match="rotten"):
         evaluate(replace(plan, sources=load_eval("tests.env.environments:RaisingLater")))
 
@@ -195,15 +309,16 @@ def test_the_measures():
         {"number": 1, "success": False},
         {"number": 2, "success": False},
     ]
-    line = {"source": "a", "tasks": 3, "rollouts": 5, "failed": 2, "avg": 0.5, "pass": 0.5}
+    line = {"source": "a", "tasks": 3, "rollouts": 5, "failed": 2, "avg": 0.3, "pass": 1 / 3}
     assert summary("a", done) == line
-    assert summary("a", done[3:])["avg"] is None
-    assert render([summary("a", done[3:])], 2).splitlines()[1].split() == ["a", "2", "2", "2", "-", "-"]
+    assert render([summary("a", done[3:])], 2).splitlines()[1].split() == ["a", "2", "2", "2", "0.0000", "0.0000"]
 
 
 async def test_it_does_not_wait_for_an_engine_that_died():
-    engine = await asyncio.create_subprocess_exec("false")
-    with pytest.raises(ProcessFailed, match="engine exited with code 1"):
+    with (
+        subprocess.Popen("false") as engine,  # noqa: ASYNC220
+        pytest.raises(ProcessFailed, match="engine exited with code 1"),
+    ):
         await _while_lives(engine, asyncio.Event().wait())
 
 

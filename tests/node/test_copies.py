@@ -198,6 +198,49 @@ def test_a_server_that_stops_breaks_off_a_fetch_that_hangs_and_calls_nothing_los
                 asked.result()
 
 
+def test_a_server_that_stops_waits_neither_for_room_nor_for_who_asked(there, here, server, monkeypatch):
+    """Of two copies that find no room one waits for it and one behind it; who asked is told that the server stops."""
+    monkeypatch.setattr("shmrl.node.copies.LONGEST_WAIT_S", 1e6)
+    here.put(noise(90 << 20))
+    handles, nodes = shipped(there, 2, nbytes=16 << 20), {there.origin: server.url}
+    full = NodeServer(here, TOKEN)
+    full._copies._pool._max_workers = 1
+    with Client(TOKEN, patience_s=0.0) as client, ThreadPoolExecutor() as pool:
+        asked = pool.submit(RemoteCopies(client, full.url).want, handles, nodes, 0, 1e6)
+        wait_until(lambda: len(full._copies._copies) == 2, what="the question")
+        stopping = pool.submit(full.close)
+        stopping.result(10)
+        with pytest.raises(NodeError, match="given up"):
+            asked.result()
+    assert here.stats()["blocks"] == 1
+
+
+def test_a_wait_for_longer_than_a_connection_may_be_silent_is_cut_short(there, here, own, monkeypatch):
+    monkeypatch.setattr("shmrl.node.copies.LONGEST_WAIT_S", 0.1)
+    (handle,) = shipped(there, 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nodes = {there.origin: f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        assert own.want([handle], nodes, 0, 1e6) == {}
+
+
+def test_an_origin_that_is_silent_holds_neither_copies_nor_what_other_nodes_are_told(there, here, server, tmp_path):
+    with Arena.create("8MiB", backing="file", base=str(tmp_path)) as third, Client(TOKEN) as client:
+        copies = Copies(here, client)
+        with NodeServer(third, TOKEN) as dying:
+            handles, nodes = [*shipped(third, 1), *shipped(there, 1)], {third.origin: dying.url}
+            nodes[there.origin] = server.url
+            assert len(copies.want(handles, nodes, 0, 20.0)) == 2
+        with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor() as pool:
+            nodes[third.origin] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            telling = pool.submit(copies.done, handles, nodes, 0)
+            wait_until(lambda: here.stats()["blocks"] == 0, what="the copies' end")
+            wait_until(lambda: server.counters["requests"] == 3, what="the healthy node to be told")
+            assert not telling.done()
+            copies.close()
+            telling.result(10)
+        third.unlink()
+
+
 def test_copies_that_find_no_room_are_spilled_where_the_arena_may(there, server, tmp_path):
     (handle,) = shipped(there, 1, nbytes=3 << 20)
     with Arena.create("1MiB", spill_dir=str(tmp_path)) as small, Client(TOKEN) as client:

@@ -3,17 +3,19 @@
 import hashlib
 import socket
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from shmrl import wire
-from shmrl.arena import Arena
-from shmrl.errors import ArenaFull, ChecksumError, ForeignArena, LostPayload, NodeError
+from shmrl.arena import Arena, span_bytes
+from shmrl.errors import ArenaFull, ChecksumError, ConfigError, ForeignArena, LostPayload, NodeError
 from shmrl.node import fetch, http
 from shmrl.node.blocks import moved
 from shmrl.node.client import Client
 from shmrl.node.server import NodeServer
+from shmrl.node.service import Reply
 from shmrl.payload import assemble, encode, pack
 from tests.node.conftest import TOKEN, held, noise, process
 from tests.payload import branches
@@ -151,6 +153,9 @@ def test_a_server_that_stays_away_is_given_up_after_the_timeout(there, here):
     assert here.stats()["blocks"] == 0
 
 
+TAIL = b"HTTP/1.1 200 OK\r\nShmrl-Crc32c: 1\r\nShmrl-Checked: 0\r\n"
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -158,6 +163,14 @@ def test_a_server_that_stays_away_is_given_up_after_the_timeout(there, here):
         b"HTTP/1.1 200 OK\r\nShmrl-Crc32c: 1\r\nShmrl-Checked: 1\r\nContent-Length: x\r\n\r\n",
         b"SSH-2.0-OpenSSH_9.2\r\n\r\n",
         b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 999999999999999\r\n\r\n",
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 65537\r\n\r\n" + bytes(65537),
+        b"HTTP/1.1 " + b"2" * 5000 + b" OK\r\n\r\n",
+        TAIL + b"Content-Length: 999999999999999\r\n\r\n",
+        TAIL + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        TAIL + b"Content-Length: 900000\r\n\r\n" + bytes(900_000),
+        b"HTTP/1.1 200 OK\r\nShmrl-Crc32c: 99999999999\r\nShmrl-Checked: 1\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nShmrl-Crc32c: " + b"1" * 5000 + b"\r\nShmrl-Checked: 1\r\nContent-Length: 0\r\n\r\n",
         b"",
     ],
 )
@@ -165,7 +178,7 @@ def test_what_is_no_node_server_is_given_up_too(there, here, answer):
     def talk(listener, over):
         while not over.is_set():
             sock, _ = listener.accept()
-            with sock:
+            with sock, suppress(ConnectionError):  # who has seen enough reads no further
                 sock.recv(4096)
                 sock.sendall(answer)
 
@@ -180,6 +193,40 @@ def test_what_is_no_node_server_is_given_up_too(there, here, answer):
         socket.create_connection(("127.0.0.1", port)).close()
         thread.join()
     assert here.stats()["blocks"] == 0
+
+
+@pytest.mark.parametrize("nbytes", [3, 50_000])
+def test_a_tail_that_fits_no_copy_is_refused_at_once(there, here, server, nbytes, monkeypatch):
+    """Just below what is received at all, and of a block without checksums: nothing but the seal can find it."""
+    handle = there.put(noise(nbytes), checksum=False)
+    room = span_bytes(nbytes) - nbytes
+    monkeypatch.setattr(
+        server.service, "_tail", lambda _: Reply(200, bytes(room), {"Shmrl-Crc32c": 0, "Shmrl-Checked": 0})
+    )
+    with pytest.raises(NodeError, match=r"127\.0\.0\.1.*do not fit"):
+        fetch(here, [handle], {there.origin: server.url}, token=TOKEN)
+    assert here.stats()["blocks"] == 0
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\xd9\x05ab"])
+def test_an_answer_that_is_no_msgpack_is_a_node_error(server, body, monkeypatch):
+    monkeypatch.setattr(server.service, "answer", lambda *_: Reply(200, body))
+    with Client(TOKEN) as client, pytest.raises(NodeError, match=r"no node server's answer: ProtocolError"):
+        client.call(server.url, "blocks/adopt", handles=[])
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://h\u20acst\ud800:1", "http://[::1"])
+def test_a_url_that_is_none_is_a_node_error(there, here, url):
+    with pytest.raises(NodeError):
+        fetch(here, [there.put(b"x")], {there.origin: url}, timeout_s=0, token=TOKEN)
+
+
+@pytest.mark.parametrize("token", [TOKEN[:-1] + "\u20ac", TOKEN + "\r\nX: y"])
+def test_a_token_that_no_header_can_carry_is_a_configuration_error_that_does_not_show_it(there, here, server, token):
+    with pytest.raises(ConfigError, match="printable ASCII") as refused:
+        fetch(here, [there.put(b"x")], {there.origin: server.url}, token=token)
+    assert TOKEN[:-1] not in str(refused.value)
+    assert server.counters["requests"] == 0
 
 
 def test_proxies_of_the_environment_are_not_used(there, here, server, monkeypatch):

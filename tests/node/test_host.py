@@ -1,5 +1,6 @@
 """What exists once per host and run: token, socket directory, arena, and `shmrl node` as a process."""
 
+import functools
 import os
 import signal
 import stat
@@ -10,8 +11,9 @@ import psutil
 import pytest
 
 from shmrl.arena import Arena, unlink
-from shmrl.config import load_env_server, load_run
+from shmrl.config import NodeConfig, load_env_server, load_run
 from shmrl.errors import ArenaError, ConfigError, RunError
+from shmrl.node import host
 from shmrl.node.client import Client
 from shmrl.node.host import exclusive, hosted, read_token
 from tests.support import leftovers
@@ -184,3 +186,18 @@ def test_what_a_killed_node_left_is_removed_by_the_next(tree, tmp_path):
             assert segments_of(first.arena) == []
             assert second.arena.address != first.arena.address
     assert not tree.socket_dir.exists()
+
+
+def test_a_node_server_that_does_not_end_at_sigterm_is_killed(tree, monkeypatch):
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+    monkeypatch.setattr(host, "node_command", lambda _: [sys.executable, "-c", code])
+    monkeypatch.setattr(host, "GRACE_S", 0.05)
+    served = tree.model_copy(update={"node": NodeConfig(address="127.0.0.1:1")})
+    out, into = os.pipe()
+    with monkeypatch.context() as patch, os.fdopen(out) as said:
+        patch.setattr(host.subprocess, "Popen", functools.partial(subprocess.Popen, stdout=into))
+        beside = host._Server(served, None)
+        os.close(into)
+        assert said.readline() == "up\n"
+        beside.close()
+    assert beside._process.returncode == -signal.SIGKILL

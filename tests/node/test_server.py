@@ -12,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 
+from shmrl import wire
 from shmrl.arena import Arena
 from shmrl.config import NodeConfig
 from shmrl.errors import NodeError, PortInUse
@@ -162,6 +163,8 @@ def test_a_server_refuses_what_is_no_request_and_goes_on(server, there, ask):
         (f"POST /v1/fetch HTTP/1.1\r\n{token}Transfer-Encoding: chunked\r\n\r\n".encode(), 400),
         (f"POST /v1/fetch HTTP/1.1\r\n{token}Content-Length: {10**12}\r\n\r\n".encode(), 413),
         (f"POST /v1/fetch HTTP/1.1\r\n{token}Content-Length: 4\r\n\r\nabcd".encode(), 400),
+        (f"POST /v1/fetch HTTP/1.1\r\n{token}Content-Length: {'9' * 5000}\r\n\r\n".encode(), 400),
+        (f"GET /v1/blocks/{handle} HTTP/1.1\r\n{token}Range: bytes=0-{'9' * 5000}\r\n\r\n".encode(), 200),
         (f"POST /v1/blocks/unlink HTTP/1.1\r\n{token}\r\n".encode(), 404),
     ]:
         with socket.create_connection((host, int(port)), 5) as sock:
@@ -170,6 +173,39 @@ def test_a_server_refuses_what_is_no_request_and_goes_on(server, there, ask):
     with socket.create_connection((host, int(port)), 5) as sock:
         sock.sendall(b"GET / HT")  # and goes
     assert ask("GET", f"/v1/blocks/{handle}")[2] == b"x"
+
+
+def test_arguments_beyond_what_the_arena_counts_are_400(there, ask):
+    handle = there.put(b"x")
+    for verb, arguments in [
+        ("ship", {"handles": [handle], "readers": 1, "step": 2**63}),
+        ("ship", {"handles": [handle], "readers": -1}),
+        ("done", {"handles": [handle], "reader": 2**63}),
+    ]:
+        assert ask("POST", f"/v1/blocks/{verb}", body=wire.pack(arguments))[0] == 400
+    assert ask("DELETE", f"/v1/blocks/{handle}?reader={2**70}")[0] == 400
+
+
+def test_our_own_mistake_is_answered_with_500_and_logged_and_the_server_goes_on(
+    server, there, ask, monkeypatch, caplog
+):
+    handle = there.put(b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr(server.service, "answer", None)
+        status, headers, body = ask("GET", f"/v1/blocks/{handle}")
+    assert (status, headers["Connection"], body) == (500, "close", b"TypeError")
+    assert "a request could not be answered" in caplog.text
+    assert ask("GET", f"/v1/blocks/{handle}")[2] == b"x"
+
+
+def test_a_stranger_who_says_nothing_is_cut_off_while_a_known_client_may_think(server, there, ask, monkeypatch):
+    monkeypatch.setattr(serving, "HEAD_S", 0.2)
+    assert ask("GET", f"/v1/blocks/{there.put(b'x')}")[0] == 200
+    (known,) = server._threads
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 5) as sock:
+        assert sock.recv(1) == b""
+    assert list(server._threads) == [known]
 
 
 def test_a_slow_loris_is_cut_off_while_others_are_served(server, there, ask, monkeypatch):

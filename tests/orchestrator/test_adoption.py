@@ -5,7 +5,7 @@ import pytest
 from shmrl.arena import Arena
 from shmrl.orchestrator.adoption import adopt
 from shmrl.orchestrator.shipped import ShippedStep, ShippedSteps
-from shmrl.payload import Branch, encode, micro_batches_to_wire
+from shmrl.payload import Branch, encode, micro_batches_to_wire, read_tokens
 from shmrl.types import MicroBatch
 from shmrl.wire import pack
 from tests.orchestrator.fakes import Client, tree
@@ -77,6 +77,29 @@ def test_whole_groups_are_scored_shipped_steps_held_and_everything_else_freed(ar
     p.ledger.close()
     arena.discard("other")
     assert arena.stats()["blocks"] == 0
+
+
+def test_what_branches_share_is_adopted_with_them_and_freed_with_the_last(arena, before, parts, tmp_path, worker):
+    prompts = [encode(before, Branch([7, 8], [0, 0], [0.0, 0.0]), f"t/a/{tag}") for tag in ("0f-1", "0f-1/0", "0f-2")]
+    meta = {"task": "train7", "version_start": 3, "version_end": 4}
+    samples = [
+        encode(
+            before, Branch([7, 8, 1], [0, 0, 1], [0, 0, -0.5], meta={**meta, "reward": float(i), "branch": branch}),
+            f"t/a/0f-1/{i}", prefix=(prompts[branch], 2),
+        )
+        for i, branch in ((0, 0), (0, 1), (1, 0))
+    ]  # fmt: skip
+    before.close()
+    p = parts(tree(tmp_path, batch_size=2, max_off_policy_steps=1), [Client(worker)])
+    assert adopt(arena, "t", p.sources, p.ledger, p.sink, ShippedSteps(tmp_path / "steps")) == 2
+    assert set(p.ledger.open()) == {handle for sample in samples for handle in sample.handles}
+    assert (arena.stats()["blocks"], arena.stats()["freed"]) == (5, 1)  # the prompt of nobody is gone
+    first, second = p.sink.cut(5).episodes
+    assert (len(first.samples), len(second.samples)) == (2, 1)
+    p.ledger.release(first.samples)
+    assert len(read_tokens(arena, second.samples[0])) == 3
+    p.ledger.release(second.samples)
+    assert (arena.stats()["blocks"], arena.stats()["freed"]) == (0, 6)
 
 
 def test_a_group_that_loses_a_block_on_the_way_is_freed_whole(arena, before, parts, tmp_path, worker, monkeypatch):

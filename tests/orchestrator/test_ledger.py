@@ -148,6 +148,30 @@ def test_what_others_share_outlives_an_episode_that_lost_a_block(arena, worker):
     assert counts(arena) == (0, 3, 3)
 
 
+def test_siblings_of_one_reply_keep_what_they_share_with_one_that_lost_a_block(arena, worker):
+    ledger = Ledger(arena, num_ranks=1)
+    prompt = sample(worker, "t/a/g", T=4, S=0)
+    group = {f"t/a/g/{i}": [sample(worker, f"t/a/g/{i}", T=12, S=8, prefix=(prompt, 4))] for i in range(3)}
+    worker.free([group["t/a/g/0"][0].handles[1]])
+    lost = ledger.adopt_all(group)
+    assert list(lost) == ["t/a/g/0"]
+    assert "t/a/g/0: block Handle(slot" in str(lost["t/a/g/0"])
+    assert counts(arena) == (3, 4, 1)
+    ledger.release(group["t/a/g/1"])
+    assert len(read_tokens(arena, group["t/a/g/2"][0])) == 12
+    ledger.release(group["t/a/g/2"])
+    assert counts(arena) == (0, 4, 4)
+
+
+def test_a_prompt_whose_siblings_all_lost_a_block_is_freed(arena, worker):
+    ledger = Ledger(arena, num_ranks=1)
+    prompt = sample(worker, "t/a/g", T=4, S=0)
+    group = {f"t/a/g/{i}": [sample(worker, f"t/a/g/{i}", T=12, S=8, prefix=(prompt, 4))] for i in range(2)}
+    worker.free([samples[0].handles[1] for samples in group.values()])
+    assert list(ledger.adopt_all(group)) == list(group)
+    assert (counts(arena), len(ledger)) == ((0, 3, 3), 0)
+
+
 def test_a_block_that_was_lost_before_it_ships_is_the_ranks_to_drop(arena, worker):
     ledger = Ledger(arena, num_ranks=1)
     lost, kept = sample(worker), sample(worker)

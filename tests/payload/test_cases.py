@@ -159,6 +159,7 @@ CASES = {
         LEDGER + "test_a_block_of_two_retained_steps_is_freed_when_the_last_is_let_go": "let_go",
     },
     "FR-06 a prompt is stored once": {
+        "env/test_shared_rows.py::test_a_group_of_16_with_a_prompt_of_30_000_stores_46_000_rows": "46_000",
         LEDGER + "test_a_group_of_16_with_a_prompt_of_30_000_stores_46_000_rows_and_frees_it_with_the_last": "46_000",
         ENCODE + "test_a_group_of_16_stores_its_prompt_once": "30 + 16 * 9",
         ASSEMBLE + "test_shared_prefixes_assemble_like_whole_branches": "prefix=(shared, 28)",

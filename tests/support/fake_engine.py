@@ -107,6 +107,7 @@ class FakeEngine:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/collective_rpc", self._load)
         app.router.add_post("/update_weight_version", self._set_version)
+        app.router.add_get("/weight_info", self._weight_info)
         app.router.add_post("/pause", self._pause)
         app.router.add_post("/resume", self._resume)
         app.router.add_get("/metrics", self._metrics)
@@ -209,6 +210,9 @@ class FakeEngine:
 
     async def _set_version(self, request: web.Request) -> web.Response:
         self.version = int(re.search(r"\d+$", str((await request.json())["new_version"]))[0])  # type: ignore[index]
+        return web.json_response({"weight_version": str(self.version)})
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self.version)})
 
     async def _pause(self, request: web.Request) -> web.Response:

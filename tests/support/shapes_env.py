@@ -1,4 +1,5 @@
-"""Episodes of every shape that the payload path has to carry: three turns, a branch, one too long for the trainer."""
+"""Episodes of every shape that the payload path has to carry: three turns, a branch, one whose turns go on for longer
+than the trainer takes."""
 
 from itertools import count
 
@@ -20,7 +21,7 @@ class Shapes(Environment):
     async def rollout(self, task, model):
         kind, i = task.data["kind"], task.data["i"]
         messages = [{"role": "user", "content": "x" * self.long if kind == "long" else f"task {i}"}]
-        for turn in range(1 if kind == "long" else 3):
+        for turn in range(3):
             reply = (await model.chat.completions.create(messages=messages)).choices[0].message
             messages += [reply, {"role": "user", "content": f"go on {turn}"}]
         if kind == "branches":  # the first turn again, answered differently: a second root-to-leaf path

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from shmrl.config.addresses import redacted
 from shmrl.env.interface import Step
 from shmrl.env.sessions.frames import CAPACITY_REACHED, EXECUTION_ERROR, VALIDATION_ERROR
 from shmrl.errors import EnvError
@@ -25,7 +26,7 @@ class RemoteSession:
     """One socket, one environment. Broken after an error of the transport or a timeout; `reset` begins an episode."""
 
     def __init__(self, url: str, socket: aiohttp.ClientWebSocketResponse, timeout_s: float | None) -> None:
-        self.url, self._socket, self._timeout_s = url, socket, timeout_s
+        self.url, self._socket, self._timeout_s = redacted(url), socket, timeout_s  # the URL is for messages alone
         self.broken = False
         self._state: dict[str, Any] | None = None
 

@@ -9,25 +9,18 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import subprocess
 import sys
 import sysconfig
-import tempfile
-import threading
-from collections import deque
-from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
-from shmrl.config import EnvServerConfig, ServeConfig, dump_toml
+from shmrl.config import EnvServerConfig, ServeConfig
+from shmrl.config.addresses import is_loopback
 from shmrl.config.load import validated
 from shmrl.config.tree import REMOTE
-from shmrl.env.server import DEATH_PIPE
-from shmrl.errors import ProcessFailed
+from shmrl.env.child import EnvServerChild
 
 START_S = 600.0
-GRACE_S = 8.0
-"""From SIGTERM to SIGKILL."""
 _SERVING = re.compile(r"Serving (http\S+) \(up to")
 
 
@@ -60,7 +53,7 @@ def resolve_env(
     """
     if spec.removeprefix(REMOTE).startswith(("http://", "https://", "ws://", "wss://")):
         return spec.removeprefix(REMOTE), None
-    if not (host in ("localhost", "::1") or host.startswith("127.")):
+    if not is_loopback(host):
         serve.setdefault("token", os.environ.get("SHMRL_TOKEN") or secrets.token_hex(16))
     serve |= {"http": f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "protocols": ["openenv"]}
     if max_concurrent_envs is not None:
@@ -74,49 +67,15 @@ class SessionHost:
     """A running `shmrl env-server` that serves sessions at `url`, until `stop()` or the end of its `with` block."""
 
     def __init__(self, config: EnvServerConfig, advertise_host: str | None = None) -> None:
-        self._tail: deque[str] = deque(maxlen=20)
-        self._address: str | None = None
-        self._known = threading.Event()
-        self._directory = tempfile.TemporaryDirectory(prefix="shmrl-")
-        file = Path(self._directory.name) / "env.toml"
-        file.touch(0o600)
-        file.write_text(dump_toml(config))
-        read_end, self._death = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "shmrl", "env-server", str(file)],
-            env={**os.environ, **_python_path(), DEATH_PIPE: str(read_end), "SHMRL_LOG_LEVEL": "info"},
-            pass_fds=[read_end],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-        os.close(read_end)
-        assert self._process.stderr is not None
-        self._relaying = threading.Thread(target=self._relay, args=(self._process.stderr,), daemon=True)
-        self._relaying.start()
+        self._child = EnvServerChild(config, _SERVING, _python_path())
         self.url = self._wait(config.serve, advertise_host)
-
-    def _relay(self, stderr: IO[str]) -> None:
-        """The server's log goes on to ours; it says when it serves."""
-        for line in stderr:
-            self._tail.append(line)
-            sys.stderr.write(line)
-            if self._address is None and (found := _SERVING.search(line)):
-                self._address = found[1]
-                self._known.set()
-        self._known.set()
 
     def _wait(self, serve: ServeConfig, advertise_host: str | None) -> str:
         try:
-            self._known.wait(START_S)
+            self._address = address = self._child.serving(START_S)[1]
         except BaseException:
             self.stop()
             raise
-        if self._address is None:
-            self.stop()
-            raise ProcessFailed("env-server", self._process.returncode, tail="".join(self._tail))
-        address = self._address
         if advertise_host is not None:
             address = f"http://{advertise_host}:{address.rpartition(':')[2]}"
         return f"{address}/{serve.token}" if serve.token else address
@@ -124,24 +83,11 @@ class SessionHost:
     @property
     def port(self) -> int:
         """The port it listens on."""
-        return int(str(self._address).rpartition(":")[2])
+        return int(self._address.rpartition(":")[2])
 
     def stop(self) -> None:
         """End the server and its sessions; returns when nothing is left of them."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._relaying.join()
-        if self._death >= 0:
-            os.close(self._death)
-            self._death = -1
-        assert self._process.stderr is not None
-        self._process.stderr.close()
-        self._directory.cleanup()
+        self._child.stop()
 
     def __enter__(self) -> Self:
         return self

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 
+from shmrl.config.addresses import redacted
 from shmrl.env.interface import Environment, Episode, Generated, Split, Step, converse, task_seed
 from shmrl.env.sessions.client import Refused, RemoteSession
 from shmrl.errors import EnvError
@@ -84,7 +85,7 @@ class RemoteEnv(Environment):
                 session = await self._dial(url)
                 state = await session.state()
                 await session.close()
-                said.append(f"{url}: ok, {json.dumps(state)}")
+                said.append(f"{redacted(url)}: ok, {json.dumps(state)}")
         finally:
             await self.teardown()
         return "\n".join(said)
@@ -200,9 +201,9 @@ class RemoteEnv(Environment):
             socket = await self._client().ws_connect(f"{url}/ws", max_msg_size=MAX_REPLY, compress=0)
         except aiohttp.WSServerHandshakeError as error:
             token = "; the URL needs the server's token as its path" if error.status == 401 else ""
-            raise EnvError(f"{url}/ws answers {error.status}{token}") from None
+            raise EnvError(f"{redacted(url)} answers {error.status}{token}") from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Refused(f"{url} cannot be reached: {error or type(error).__name__}") from None
+            raise Refused(redacted(f"{url} cannot be reached: {error or type(error).__name__}")) from None
         session = RemoteSession(url, socket, self.timeout_s)
         try:
             await session.has()
@@ -215,9 +216,9 @@ class RemoteEnv(Environment):
         try:
             async with self._client().get(f"{url}/health") as response:
                 if response.status >= 500:
-                    raise Refused(f"{url}/health: {response.status}")
+                    raise Refused(f"{redacted(url)} answers {response.status}")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Refused(f"{url} cannot be reached: {error or type(error).__name__}") from None
+            raise Refused(redacted(f"{url} cannot be reached: {error or type(error).__name__}")) from None
 
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:

@@ -24,6 +24,7 @@ from typing import Any
 from aiohttp import web
 
 from shmrl.config import EnvServerConfig
+from shmrl.config.addresses import is_loopback
 from shmrl.env.sessions import frames
 from shmrl.env.sessions.conversation import GOING_AWAY, MAX_TEXT, Conversation, Over
 from shmrl.env.sessions.processes import SessionProcess, Template
@@ -109,7 +110,7 @@ class SessionServer:
     def _place(self) -> tuple[str, int]:
         host, _, port = str(self.config.serve.http).rpartition(":")
         host = host.strip("[]")
-        if not (host in ("localhost", "::1") or host.startswith("127.")):
+        if not is_loopback(host):
             self._token = self._token or read_token(self.config.arena)
             if self._token is None:
                 where = f"serve.http = {self.config.serve.http!r}"

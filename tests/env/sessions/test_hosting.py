@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shmrl.config import load_env_server
-from shmrl.env import RemoteEnv, resolve_env
-from shmrl.errors import ConfigError, ProcessFailed
-from tests.env.conftest import server_config, serving, until
+from shmrl.config import EnvServerConfig, load_env_server
+from shmrl.env import RemoteEnv, resolve_env, serve_sidecar
+from shmrl.errors import ConfigError, ProcessFailed, TasksetError
+from tests.env.conftest import rollout, server_config, serving, until
 from tests.env.sessions.conftest import ENVS
 from tests.env.test_server import alive
 
@@ -87,6 +87,27 @@ def test_beyond_loopback_the_url_has_a_token():
             asyncio.run(first_of(url.rpartition("/")[0]))
 
 
+async def test_an_env_server_of_a_url_shows_its_token_nowhere(sessions, spec, capfd):
+    """Not in its log or its errors, while the other server is full or refuses its arguments, nor in process titles."""
+    token = "a-token-of-16-ch"
+    async with sessions("TextEcho", max_concurrent_envs=1, token=token) as client:
+        url = f"{client.server.url}/{token}"
+        config = EnvServerConfig(env={"url": url, "max_turns": 3})
+        async with RemoteEnv(url).session(), serve_sidecar(config.env.id, config=config) as remote:
+            (task,) = await remote.tasks("train", 0, 1)
+            result = await rollout(remote, task, spec())
+            processes = psutil.Process().children(recursive=True)
+            shown = [str(await remote.info()), str(result.error), *(str(process.cmdline()) for process in processes)]
+        with pytest.raises(TasksetError) as failed:
+            async with serve_sidecar(config.env.id, {"no_such_argument": 1}, config=config) as remote:
+                await remote.info()
+    said = capfd.readouterr().err
+    assert "Server at capacity: 1/1" in said
+    assert "no_such_argument" in str(failed.value)
+    assert any("shmrl:env-worker" in title for title in shown)
+    assert [text for text in (*shown, said, str(failed.value)) if token in text] == []
+
+
 def test_gems_own_factory_with_programs_in_our_sandbox(box, monkeypatch):
     """The shape of AgileRL's tutorial."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "support/fake_gem")
@@ -131,9 +152,9 @@ def test_kill_9_of_the_server_leaves_no_process_not_even_in_a_step(tmp_path):
         async with RemoteEnv(url).session() as session:
             stepping = asyncio.create_task(session.step(message="sleep 600"))
             await asyncio.sleep(0)
-            children = psutil.Process(server._process.pid).children(recursive=True)
+            children = psutil.Process(server._child.process.pid).children(recursive=True)
             assert len(children) == 2
-            os.kill(server._process.pid, signal.SIGKILL)
+            os.kill(server._child.process.pid, signal.SIGKILL)
             with pytest.raises(Exception, match="the session is lost"):
                 await stepping
             await until(lambda: not any(alive(child) for child in children))
