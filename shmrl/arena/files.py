@@ -81,7 +81,7 @@ class Files:
 
     def _open_named(self, part: str, flags: int) -> int:
         if self.backing == "file":
-            return os.open(self.name(part), flags | os.O_CLOEXEC, 0o600)
+            return os.open(self.name(part), flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)  # a pipe would wait
         try:
             ipc = flags & (os.O_CREAT | os.O_EXCL)
             segment = posix_ipc.SharedMemory(self.name(part), ipc, 0o600, read_only=flags & 3 == os.O_RDONLY)
