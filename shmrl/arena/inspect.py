@@ -350,9 +350,14 @@ def list_arenas(given: str | None = None) -> list[dict[str, Any]]:
 
 
 def gc(given: str | None = None) -> list[str]:
-    """Removes every arena of this uid that nobody is attached to, in /dev/shm or a directory -> their addresses."""
+    """Removes every arena of this uid that nobody is attached to, in /dev/shm or a directory -> their addresses.
+
+    ForeignArena if the address of one was given and nothing is there.
+    """
     removed = []
     for one in files.listed() if given is None else where(given):
+        if given is not None and not one.exists():
+            raise ForeignArena(f"{one.address} is not on this host, or was removed (shmrl arena ls)")
         with suppress(FileNotFoundError):
             if files.remove_if_dead(one):
                 removed.append(one.address)

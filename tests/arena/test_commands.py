@@ -179,6 +179,13 @@ def test_fsck_of_a_busy_arena_is_clean_and_stops_nobody(arena, helper):
     assert commands.fsck(arena.address) == [{"address": arena.address, "faults": [], "totals_checked": True}]
 
 
+def test_gc_of_an_address_with_nothing_there_is_refused(arena):
+    arena.close()
+    arena.unlink()
+    done = shmrl("gc", arena.address)
+    assert (done.returncode, f"{arena.address} is not on this host" in done.stderr) == (1, True), done.stderr
+
+
 def test_gc_takes_the_dead_and_tells_what_the_living_keep_of_theirs(arena, helper):
     gone = helper(doomed, "2MiB")
     address, _ = gone.line().split()
