@@ -388,6 +388,7 @@ def main(argv: list[str]) -> int:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when its workers stop
     end = socket.socket(fileno=int(argv[0]))
+    end.set_inheritable(False)
     die_with(end)
     return asyncio.run(_main(end))
 

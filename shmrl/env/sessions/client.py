@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from shmrl.config.addresses import redacted
 from shmrl.env.interface import Step
@@ -16,6 +17,32 @@ from shmrl.errors import EnvError
 
 CLOSE_S = 2.0
 """How long the server may take to say that the slot is free."""
+
+
+class Answer(BaseModel):
+    """What a server sends; its other keys are its own business, here and below."""
+
+    type: str
+    data: dict[str, Any]
+
+
+class ObservationData(BaseModel):
+    """Of the answer to reset and step."""
+
+    observation: dict[str, Any] | None = None
+    reward: float | None = None
+    done: bool | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class StateData(BaseModel):
+    """Of the answer to state."""
+
+    model_config = ConfigDict(extra="allow")
+    dataset_size: NonNegativeInt | None = None
+
+
+D = TypeVar("D", bound=BaseModel)
 
 
 class Refused(EnvError):
@@ -33,22 +60,22 @@ class RemoteSession:
     async def reset(self, seed: int | None = None, **data: Any) -> Step:
         """The first observation. EnvError if the environment raises, or if the session is lost."""
         given = {key: value for key, value in {"seed": seed, **data}.items() if value is not None}
-        return _step(await self._ask({"type": "reset", "data": given}))
+        return _step(await self._ask({"type": "reset", "data": given}, ObservationData))
 
     async def step(self, **action: Any) -> Step:
         """The effect of an action. Example: await session.step(message="5")"""
-        return _step(await self._ask({"type": "step", "data": action}))
+        return _step(await self._ask({"type": "step", "data": action}, ObservationData))
 
     async def state(self) -> dict[str, Any]:
         """What the server says of the session: step_count, tools, dataset_size..."""
-        return await self._ask({"type": "state"})
+        return (await self._ask({"type": "state"}, StateData)).model_dump(exclude_unset=True)
 
     async def has(self) -> dict[str, Any]:
         """`state` as it was at the first call: for what does not change."""
         self._state = self._state or await self.state()
         return self._state
 
-    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, message: dict[str, Any], wanted: type[D]) -> D:
         """The data of the answer. Answers have no numbers: after a timeout the next one would be the wrong one."""
         if self.broken:
             raise EnvError(f"{self.url}: the session was lost before")
@@ -68,14 +95,21 @@ class RemoteSession:
         if received.type is not aiohttp.WSMsgType.TEXT:
             code = self._socket.close_code
             raise EnvError(f"{self.url}: the session is lost, and with it its episode (closed with {code})")
-        answer = json.loads(received.data)
-        data = answer["data"]
-        if answer["type"] == "error":
-            self.broken = data.get("code") not in (VALIDATION_ERROR, EXECUTION_ERROR)
-            kind = Refused if data.get("code") == CAPACITY_REACHED else EnvError
-            raise kind(f"{self.url}: {data.get('message')} ({data.get('code')}){_errors(data)}")
+        try:
+            answer = Answer.model_validate_json(received.data)
+            data = None if answer.type == "error" else wanted.model_validate(answer.data)
+        except ValidationError:
+            raise EnvError(f"{self.url}: no answer to {message['type']}: {received.data[:200]!r}") from None
+        if data is None:
+            self._raise(answer.data)
         self.broken = False
-        return data  # type: ignore[no-any-return]
+        return data
+
+    def _raise(self, error: dict[str, Any]) -> NoReturn:
+        code = error.get("code")
+        self.broken = code not in (VALIDATION_ERROR, EXECUTION_ERROR)
+        kind = Refused if code == CAPACITY_REACHED else EnvError
+        raise kind(f"{self.url}: {error.get('message')} ({code}){_errors(error)}")
 
     async def _hang_up(self) -> None:
         """Close without waiting for the peer, who may be stuck: the server ends the environment."""
@@ -92,10 +126,9 @@ class RemoteSession:
         await self._hang_up()
 
 
-def _step(data: dict[str, Any]) -> Step:
-    observation = data.get("observation") or {}
-    truncated = bool(observation.get("truncated"))
-    return Step(observation, data.get("reward"), bool(data.get("done")), truncated, data.get("metadata") or {})
+def _step(data: ObservationData) -> Step:
+    observation = data.observation or {}
+    return Step(observation, data.reward, bool(data.done), bool(observation.get("truncated")), data.metadata or {})
 
 
 def _errors(data: dict[str, Any]) -> str:

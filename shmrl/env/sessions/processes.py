@@ -25,6 +25,10 @@ CLOSE_S = 2.0
 """How long an environment may take to close before its process is killed."""
 
 
+FORK_S = 30.0
+"""How long the template may take to fork."""
+
+
 class SessionEnded(EnvError):
     """The session's process is gone; the message says how it went, where that is known."""
 
@@ -60,7 +64,8 @@ class SessionProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.ended.wait(), grace_s)
         if not self.ended.is_set():
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the template was quicker to bury it than we to hear of it
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         await self.ended.wait()
         await self._link.close()
 
@@ -124,7 +129,7 @@ class Template:
             with theirs:
                 async with self._forking:
                     socket.send_fds(self._end, [b"fork"], [theirs.fileno()])
-                    reply, pidfd = await self._receive()
+                    reply, pidfd = await self._answer()
         except (OSError, EnvError) as error:
             await link.close()
             raise EnvError(f"no process for a session: {error}") from None
@@ -135,6 +140,15 @@ class Template:
         process = SessionProcess(reply["pid"], pidfd, link)
         process.start({**self._settings, "number": self._count})
         return process
+
+    async def _answer(self) -> tuple[dict[str, Any], int]:
+        """The answer to `fork`. A template that owes one for FORK_S is killed: EnvError, and nobody waits for it."""
+        try:
+            async with asyncio.timeout(FORK_S):
+                return await self._receive()
+        except TimeoutError:
+            self._process.kill()
+            raise EnvError(f"the env template (pid {self._process.pid}) did not answer within {FORK_S:g} s") from None
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)

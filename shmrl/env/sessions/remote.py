@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 CONNECT_S = 10.0
+"""How long a server may take to let one in, or to say how it is."""
 DIALS = 4
 """How often a server that is full, or not there, is asked; a slot may just be on its way to be free."""
 MAX_REPLY = 100 << 20
@@ -197,13 +198,12 @@ class RemoteEnv(Environment):
 
     async def _connect(self, url: str) -> RemoteSession:
         """Connect and ask for the state: a server accepts first and refuses afterwards."""
-        try:
-            socket = await self._client().ws_connect(f"{url}/ws", max_msg_size=MAX_REPLY, compress=0)
-        except aiohttp.WSServerHandshakeError as error:
-            token = "; the URL needs the server's token as its path" if error.status == 401 else ""
-            raise EnvError(f"{redacted(url)} answers {error.status}{token}") from None
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Refused(redacted(f"{url} cannot be reached: {error or type(error).__name__}")) from None
+        async with self._reaching(url):
+            try:
+                socket = await self._client().ws_connect(f"{url}/ws", max_msg_size=MAX_REPLY, compress=0)
+            except aiohttp.WSServerHandshakeError as error:
+                token = "; the URL needs the server's token as its path" if error.status == 401 else ""
+                raise EnvError(f"{redacted(url)} answers {error.status}{token}") from None
         session = RemoteSession(url, socket, self.timeout_s)
         try:
             await session.has()
@@ -213,15 +213,25 @@ class RemoteEnv(Environment):
         return session
 
     async def _healthy(self, url: str) -> None:
+        async with self._reaching(url), self._client().get(f"{url}/health") as response:
+            if response.status >= 500:
+                raise Refused(f"{redacted(url)} answers {response.status}")
+
+    @asynccontextmanager
+    async def _reaching(self, url: str) -> AsyncIterator[None]:
+        """Refused where nobody is, or where who is there does not answer in time."""
+        limit_s = min(CONNECT_S, self.timeout_s or CONNECT_S)
         try:
-            async with self._client().get(f"{url}/health") as response:
-                if response.status >= 500:
-                    raise Refused(f"{redacted(url)} answers {response.status}")
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            raise Refused(f"{redacted(url)} cannot be reached: no answer within {limit_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
             raise Refused(redacted(f"{url} cannot be reached: {error or type(error).__name__}")) from None
 
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            self._http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+            self._http = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
+            )
         return self._http

@@ -5,9 +5,9 @@
     GET /metadata, /schema, /health       constants; /health is 503 until the environment has loaded
     GET /healthz                          facts: ready, active and most sessions, restarts of the template
 
-Runs in the env-server process, beside the native protocol or alone. A slot is taken before anything is awaited and
-freed when its process is gone, so that there are never more than `max_concurrent_envs`. Where a token is asked for, it
-is the first part of the path (http://host:port/TOKEN, which every stock client can use) or a bearer token.
+Runs in the env-server process, beside the native protocol or alone. A slot is taken when the environment has loaded,
+and freed when its process is gone, so that there are never more than `max_concurrent_envs`. Where a token is asked for,
+it is the first part of the path (http://host:port/TOKEN, which every stock client can use) or a bearer token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientError, web
 
 from shmrl.config import EnvServerConfig
 from shmrl.config.addresses import is_loopback
@@ -40,6 +40,7 @@ CLOSE_TIMEOUT_S = 2.0
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """Seconds and probes after which a peer behind a cut cable is gone. Pings of WebSocket some tunnels drop."""
 GONE_S = 0.2
+LEAVING = "the server is shutting down"
 FILES, FILES_PER_SESSION = 256, 4
 """A session's: the client's socket, the link, the pidfd; one more for clients that are refused."""
 
@@ -190,7 +191,9 @@ class SessionServer:
     async def _authorised(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
         given = request.match_info.get("token") or bearer
-        if self._token is not None and not hmac.compare_digest(given.encode(), self._token.encode()):
+        if self._token is not None and not hmac.compare_digest(
+            given.encode(errors="surrogatepass"), self._token.encode()
+        ):
             return _json({"detail": "the token is missing or wrong: http://host:port/TOKEN, or a bearer token"}, 401)
         return await handler(request)
 
@@ -211,27 +214,46 @@ class SessionServer:
             "restarts": self._restarts,
         }
 
+    async def _until_ready(self, request: web.Request) -> bool:
+        """Wait for the template; False if the client, or the server, goes meanwhile. No place is held for that time."""
+        awaited = [asyncio.create_task(one) for one in (self._ready.wait(), self._stop.wait(), _gone(request))]
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in awaited:
+                task.cancel()
+            await asyncio.gather(*awaited, return_exceptions=True)
+        return self._ready.is_set()
+
     async def _constant(self, request: web.Request) -> web.Response:
-        await self._ready.wait()
+        if not await self._until_ready(request):
+            return _json({"detail": LEAVING}, 503)
         return _json(self._template.facts[request.path.rpartition("/")[2]])
 
     async def _stateless(self, request: web.Request) -> web.Response:
         """One request with an environment of its own, which takes a slot as long as it lasts."""
-        body = await request.read()
+        try:
+            body = await request.read()
+        except (ConnectionError, ClientError):
+            return _json({"detail": "the request broke off"}, 400)
+        if not await self._until_ready(request):
+            return _json({"detail": LEAVING}, 503)
         if not await self._slots.take():
             full = frames.capacity_frame(self._slots.taken, self._slots.most)
             return web.Response(text=full, status=503, content_type=_JSON)
         process: SessionProcess | None = None
         try:
-            process = await self._process()
+            process = await self._template.session()
             status, answer = await self._one(request, process, body)
         except EnvError as error:
             return _json({"detail": str(error)}, 503)
         finally:
             self._slots.leave()
-            if process is not None:
-                await process.end()
-            self._slots.free()
+            try:
+                if process is not None:
+                    await process.end()
+            finally:
+                self._slots.free()
         return web.Response(body=answer, status=status, content_type=_JSON)
 
     async def _one(self, request: web.Request, process: SessionProcess, body: bytes) -> tuple[int, bytes]:
@@ -254,6 +276,9 @@ class SessionServer:
         ws = web.WebSocketResponse(timeout=CLOSE_TIMEOUT_S, max_msg_size=MAX_TEXT, compress=False)
         await ws.prepare(request)
         _keep_alive(request)
+        if not await self._until_ready(request):
+            await self._tell(request, ws, Over(frames.error_frame(frames.SESSION_ERROR, LEAVING), GOING_AWAY))
+            return ws
         if not await self._slots.take():
             await self._refuse(request, ws)
             return ws
@@ -274,7 +299,7 @@ class SessionServer:
 
     async def _converse(self, ws: web.WebSocketResponse) -> Over:
         try:
-            process = await self._process()
+            process = await self._template.session()
         except BaseException as error:
             self._slots.leave()
             if not isinstance(error, EnvError):
@@ -284,12 +309,8 @@ class SessionServer:
         talk = Conversation(ws, process, serve.request_timeout_s, serve.idle_timeout_s, on_leaving=self._slots.leave)
         over = await talk.run()
         if self._stop.is_set():
-            return Over(frames.error_frame(frames.SESSION_ERROR, "the server is shutting down"), GOING_AWAY)
+            return Over(frames.error_frame(frames.SESSION_ERROR, LEAVING), GOING_AWAY)
         return over
-
-    async def _process(self) -> SessionProcess:
-        await self._ready.wait()
-        return await self._template.session()
 
     async def _refuse(self, request: web.Request, ws: web.WebSocketResponse) -> None:
         """Say that it is full, and hang up when the client had time to read it: a close that comes before a client's

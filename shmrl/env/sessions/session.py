@@ -233,7 +233,9 @@ def main(argv: list[str]) -> int:
     from shmrl.env.sessions.template import load
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    run(socket.socket(fileno=int(argv[0])), load)
+    end = socket.socket(fileno=int(argv[0]))
+    end.set_inheritable(False)
+    run(end, load)
     return 0
 
 

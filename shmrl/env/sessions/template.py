@@ -189,6 +189,7 @@ def main(argv: list[str]) -> int:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when its sessions stop
     end = socket.socket(fileno=int(argv[0]))
+    end.set_inheritable(False)
     prctl(PDEATHSIG, signal.SIGKILL)  # while it loads, nobody reads the connection's end
     settings = json.loads(end.recv(MAX_MESSAGE) or b"null")
     if settings is None:

@@ -2,11 +2,17 @@
 
 import asyncio
 import logging
+import re
+import socket
+from contextlib import asynccontextmanager
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from shmrl.env import RemoteEnv
 from shmrl.env.interface import Step
+from shmrl.env.sessions import remote
 from shmrl.errors import EnvError
 from tests.env.conftest import rollout, server_config, serving
 from tests.env.sessions.conftest import ENVS, serving_sessions
@@ -117,10 +123,67 @@ async def test_a_server_that_is_not_there_is_said_to_be(free_port):
     await env.teardown()
 
 
+@pytest.mark.parametrize("use", [RemoteEnv.setup, RemoteEnv.check])
+async def test_a_server_that_accepts_and_says_nothing_is_given_up(monkeypatch, use):
+    monkeypatch.setattr(remote, "DIALS", 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = RemoteEnv(url, timeout_s=0.2)
+        with pytest.raises(EnvError, match=rf"{url} cannot be reached: no answer within 0\.2 s"):
+            await use(env)
+        await env.teardown()
+
+
+@asynccontextmanager
+async def saying(text):
+    """A server that answers every message of a session with one text; its URL."""
+
+    async def ws(request):
+        answering = web.WebSocketResponse()
+        await answering.prepare(request)
+        async for _ in answering:
+            await answering.send_str(text)
+        return answering
+
+    app = web.Application()
+    app.router.add_get("/ws", ws)
+    async with TestServer(app) as server:
+        yield str(server.make_url("")).rstrip("/")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hi",
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"type":"state"}',
+        '{"type":"error"}',
+        '{"data":{}}',
+        '{"type":"state","data":[1]}',
+        '{"type":"state","data":{"dataset_size":"many"}}',
+        '{"type":"state","data":{"dataset_size":-1}}',
+    ],
+)
+async def test_an_answer_that_is_none_is_an_error_of_the_server(text):
+    async with saying(text) as url:
+        with pytest.raises(EnvError, match=f"{url}: no answer to state: {re.escape(repr(text[:200]))}"):
+            await RemoteEnv(url).check()
+
+
+@pytest.mark.parametrize(
+    "data", ['{"observation":"x"}', '{"observation":{},"reward":"much"}', '{"done":[]}', '{"metadata":[1]}']
+)
+async def test_an_observation_that_is_none_is_an_error_of_the_server(data):
+    async with saying(f'{{"type":"observation","data":{data}}}') as url, RemoteEnv(url).session() as session:
+        with pytest.raises(EnvError, match="no answer to reset: "):
+            await session.reset(seed=1)
+        assert session.broken
+
+
 @pytest.fixture
 def free_port():
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -128,8 +191,8 @@ def free_port():
 
 async def test_a_remote_source_is_captured_as_any_other(arena, spec):
     """Our own loop in an env worker, the environment behind a socket: a training episode is references to blocks."""
-    async with serving_sessions(ENVS + "TextEcho") as remote:
-        config = server_config(arena.address, f"openenv:{remote.server.url}", max_turns=3)
+    async with serving_sessions(ENVS + "TextEcho") as far:
+        config = server_config(arena.address, f"openenv:{far.server.url}", max_turns=3)
         async with serving(config) as (client, _):
             (task,) = await client.tasks("train", 0, 1)
             result = await rollout(client, task, spec())

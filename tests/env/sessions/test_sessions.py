@@ -5,11 +5,13 @@ import logging
 import os
 import resource
 import signal
+from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
 
+from shmrl.env.sessions import processes
 from shmrl.env.sessions.server import SessionServer
 from shmrl.errors import ConfigError, PortInUse, TasksetError, WorkerDied
 from tests.env.conftest import until
@@ -277,6 +279,116 @@ async def test_alive_is_not_ready(tmp_path):
         client.close()
         server.stop()
         await running
+
+
+async def test_clients_that_vanish_while_the_environment_loads_hold_no_place(tmp_path):
+    config = session_config(ENVS + "Gated", {"directory": str(tmp_path)}, max_concurrent_envs=1)
+    server = SessionServer(config)
+    running = asyncio.create_task(server.run())
+    await server.bound.wait()
+    async with aiohttp.ClientSession() as http:
+        client = Client(http, server)
+        for _ in range(2):
+            (await client.open()).vanish()
+            _, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
+            writer.write(b"POST /reset HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+            await writer.drain()
+            writer.close()
+        socket = await client.open()
+        assert server.facts()["active_sessions"] == 0
+        (tmp_path / "open").touch()
+        assert (await socket.ask("reset", {}))[0] == "observation"
+        client.close()
+        server.stop()
+        await running
+
+
+async def test_a_server_that_stops_while_the_environment_loads_tells_who_waits(tmp_path):
+    server = SessionServer(session_config(ENVS + "Gated", {"directory": str(tmp_path)}))
+    running = asyncio.create_task(server.run())
+    await server.bound.wait()
+    async with aiohttp.ClientSession() as http:
+        client = Client(http, server)
+        socket = await client.open()
+        asking = [asyncio.create_task(client.get(path)) for path in ("/state", "/schema")]
+        await socket.ws.send_str("{}")
+        await asyncio.sleep(0)
+        server.stop()
+        assert (await socket.hear())[1]["message"] == "the server is shutting down"
+        for asked in asking:
+            assert await asked == (503, {"detail": "the server is shutting down"})
+        await running
+
+
+async def test_a_template_that_does_not_fork_in_time_is_killed_and_holds_no_place(sessions, monkeypatch):
+    monkeypatch.setattr(processes, "FORK_S", 0.3)
+    async with sessions("TextEcho", max_concurrent_envs=2) as client:
+        stopped = client.server._template
+        os.kill(stopped._process.pid, signal.SIGSTOP)
+        gone, waiting = await client.open(), await client.open()
+        gone.vanish()
+        kind, data = await waiting.hear()
+        assert (kind, data["code"]) == ("error", "FACTORY_ERROR")
+        assert "no process for a session" in data["message"]
+        await client.free(timeout_s=5)
+        await stopped.died.wait()
+        fresh = await client.open()
+        assert (await fresh.ask("reset", {}))[0] == "observation"
+
+
+async def test_a_process_that_was_buried_before_its_end_was_seen_frees_its_place(sessions, monkeypatch):
+    def too_late(pidfd, number):
+        raise ProcessLookupError
+
+    async with sessions("TextEcho", max_concurrent_envs=1, request_timeout_s=0.3) as client:
+        asked = client.get("/step", "POST", json={"action": {"message": "sleep 60"}})
+        asking = asyncio.create_task(asked)
+        await client.free(1, 5)
+        await until(client.processes)
+        (process,) = client.processes()
+        monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: (process.kill(), too_late(*_)))
+        assert (await asking)[0] == 504
+        await client.free()
+
+
+@pytest.mark.parametrize("given", [b"Bearer \xff\xfe", b"Bearer", b"\xed\xa0\x80", b"Basic eDp5"])
+async def test_a_token_that_is_no_text_is_wrong(sessions, caplog, given):
+    async with sessions("TextEcho", token="a-secret-of-16.") as client:
+        address = client.server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nAuthorization: " + given + b"\r\n\r\n")
+        assert b" 401 " in await reader.readline()
+        writer.close()
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("rest", [b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"])
+async def test_a_client_that_leaves_in_its_body_is_no_error_of_ours(sessions, caplog, rest):
+    async with sessions("TextEcho") as client:
+        for how in ("close", "abort"):
+            _, writer = await asyncio.open_connection(*client.server.url.removeprefix("http://").split(":"))
+            writer.write(b"POST /reset HTTP/1.1\r\nHost: a\r\n" + rest)
+            await writer.drain()
+            await client.get("/health")
+            getattr(writer.transport, how)()
+        assert (await client.get("/state"))[0] == 200
+    assert "Traceback" not in caplog.text
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("environment", ["TextEcho", "Threaded"])
+async def test_a_session_has_its_own_link_and_no_other(sessions, environment):
+    async with sessions(environment, max_concurrent_envs=2) as client:
+        for _ in range(2):
+            await (await client.open()).ask("reset", {})
+        ends = [_sockets(process.pid) for process in client.processes()]
+        assert [len(own) for own in ends] == [1, 1]
+        assert len(set.union(*ends, _sockets(client.server._template._process.pid))) == 3
+
+
+def _sockets(pid):
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    return {link for link in links if link.startswith("socket:")}
 
 
 async def test_a_hung_request_ends_at_its_deadline(sessions):
