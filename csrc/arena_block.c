@@ -203,24 +203,39 @@ int srl_abort(srl_arena *a, uint32_t slot, uint32_t gen) {
     }
 }
 
-int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bool checked) {
+static int publish(srl_arena *a, uint32_t slot, uint32_t gen, bool checked) {
     srl_block *b = srl_at(a, slot);
-    srl_store32_relaxed(&b->tail_nbytes, tail_nbytes);
-    srl_store32_relaxed(&b->crc, crc);
     for (;;) {
         uint64_t w = srl_load_sc(&b->word);
         if (SRL_GEN(w) != gen || SRL_STATE(w) != SRL_WRITING || SRL_OWNER(w) != a->self)
             return -ESTALE;
-        if (SRL_FLAGS(w) & SRL_DISCARDED) {
-            srl_abort(a, slot, gen);
+        if (SRL_FLAGS(w) & SRL_DISCARDED)
             return -ECANCELED;
-        }
         unsigned sealed = (SRL_FLAGS(w) & SRL_SPILLED) | (checked ? 0 : SRL_UNCHECKED);
         if (srl_cas_sc(&b->word, w, SRL_WORD(gen, SRL_READY, sealed, a->self))) {
             srl_event_note(a, SRL_DID_SEAL, slot, gen, srl_load_relaxed(&b->nbytes));
             return 0;
         }
     }
+}
+
+/* held: writable buffers live on, so the block is born held by this process. -ECANCELED: it was discarded; the caller
+ * aborts it, once nobody can write to it any more. */
+int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bool checked,
+             bool held) {
+    srl_block *b = srl_at(a, slot);
+    srl_store32_relaxed(&b->tail_nbytes, tail_nbytes);
+    srl_store32_relaxed(&b->crc, crc);
+    if (!held)
+        return publish(a, slot, gen, checked);
+    srl_or_sc(word_of_bit(b->holders, a->self), mask_of_bit(a->self)); /* once READY, anybody may free it */
+    srl_hold *hold = a->holds + slot;
+    hold->count++;
+    hold->generation = gen;
+    int rc = publish(a, slot, gen, checked);
+    if (rc)
+        srl_release(a, slot);
+    return rc;
 }
 
 /* ------------------------------------------------------------------------------------------------ reading */

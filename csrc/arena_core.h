@@ -145,7 +145,8 @@ void srl_share_clear(srl_arena *a);
 
 /* blocks, arena_block.c */
 int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns);
-int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bool checked);
+int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bool checked,
+             bool held);
 int srl_abort(srl_arena *a, uint32_t slot, uint32_t gen);
 int srl_acquire(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce);
 void srl_release(srl_arena *a, uint32_t slot);

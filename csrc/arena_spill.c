@@ -51,15 +51,18 @@ int srl_spill_make(int dir, uint32_t slot, uint32_t gen, uint64_t nbytes, uint8_
     return rc;
 }
 
-/* The first nbytes > 0 of a file, read-only; -EUCLEAN: it is shorter than its descriptor says. */
+/* The first nbytes > 0 of a file, read-only. -EUCLEAN: it is shorter than its descriptor says; -ENXIO: it is a link,
+ * a pipe (whose open would wait for a writer), or whatever else is no regular file. */
 int srl_spill_map(int dir, uint32_t slot, uint32_t gen, uint64_t nbytes, const uint8_t **at) {
     char name[NAME_MAX_];
     struct stat s;
     name_of(name, slot, gen);
-    int fd = openat(dir, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    int fd = openat(dir, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0)
-        return -errno;
+        return errno == ELOOP ? -ENXIO : -errno;
     int rc = fstat(fd, &s) ? -errno : 0;
+    if (!rc && !S_ISREG(s.st_mode))
+        rc = -ENXIO;
     if (!rc && (uint64_t)s.st_size < nbytes)
         rc = -EUCLEAN;
     if (!rc)

@@ -6,7 +6,7 @@ episode and never a server. Payload bytes do not travel here: they are in the ar
 
 Ranks and orchestrator exchange maps with a `kind`:
 
-    rank -> orchestrator   hello      {rank, world, token, step, phase, report, sender}
+    rank -> orchestrator   hello      {rank, world, token, origin, step, phase, report, sender}
                            published  {version, path}                      rank 0, after the rename
                            report     {step, mode, metrics}                rank 0, when the step is durable
                            finished   {rank}                               after the last checkpoint
@@ -15,10 +15,10 @@ Ranks and orchestrator exchange maps with a `kind`:
                            step       {step, run_id, micro_batches, loss_tokens, state, nodes}
                            finish     {}                                   checkpoint and exit 0
 
-A hello says how many steps the rank has completed (`step`), where its weights are from (`phase`: new, the initial ones;
-saved, a checkpoint; warming, a warm-up under way; begun, a run that has begun), and on rank 0 what it published and
-reported last (`report`: {path, metrics}, or None), for an orchestrator that has not heard it, and its port for
-broadcast weights (`sender`, or None).
+A hello says whose blocks the rank reads in place (`origin`, of its arena), how many steps the rank has completed
+(`step`), where its weights are from (`phase`: new, the initial ones; saved, a checkpoint; warming, a warm-up under way;
+begun, a run that has begun), and on rank 0 what it published and reported last (`report`: {path, metrics}, or None),
+for an orchestrator that has not heard it, and its port for broadcast weights (`sender`, or None).
 
 `micro_batches` are this rank's own references; `loss_tokens` is the estimate over all ranks (the trainer counts again);
 `state` is the orchestrator's part of the checkpoint; `nodes`, only where some are elsewhere, says whose server has the
@@ -36,6 +36,8 @@ from shmrl.errors import ProtocolError
 from shmrl.types import Handle
 
 HANDLE_EXT = 1
+MAX_MESSAGE = 256 << 20
+"""Bytes. Messages are small; this bounds what a broken peer can make the other one allocate, on every socket."""
 
 _SCALARS = (str, bytes, bool, float, type(None))
 
@@ -43,11 +45,14 @@ _SCALARS = (str, bytes, bool, float, type(None))
 def pack(value: Any) -> bytes:
     """The value as msgpack bytes; numpy scalars become plain, tuples lists. ProtocolError names what cannot travel."""
     try:
-        return msgpack.packb(_checked(value, "$"), use_bin_type=True)  # type: ignore[no-any-return]
+        raw: bytes = msgpack.packb(_checked(value, "$"), use_bin_type=True)
     except ProtocolError:
         raise
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"cannot be sent: {error}") from None
+    if len(raw) > MAX_MESSAGE:
+        raise ProtocolError(f"cannot be sent: {len(raw)} bytes; {MAX_MESSAGE} at most")
+    return raw
 
 
 def unpack(raw: bytes | memoryview) -> Any:

@@ -6,6 +6,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from shmrl import wire
 from shmrl.errors import ProtocolError
 from shmrl.types import Handle
 from shmrl.wire import pack, unpack
@@ -71,3 +72,10 @@ def test_a_list_nested_in_itself_is_refused():
     loop.append(loop)
     with pytest.raises(ProtocolError):
         pack(loop)
+
+
+def test_a_message_that_is_too_long_is_refused_by_its_sender(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 1000)
+    with pytest.raises(ProtocolError, match="cannot be sent: 1003 bytes; 1000 at most"):
+        pack(bytes(1000))
+    assert unpack(pack(bytes(997))) == bytes(997)

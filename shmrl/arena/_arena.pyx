@@ -20,7 +20,7 @@ from cpython.bytes cimport PyBytes_AsString, PyBytes_Check, PyBytes_FromStringAn
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.number cimport PyNumber_Index
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
-from libc.errno cimport EAGAIN, EBUSY, ENOENT, ENOSPC, EPERM, ESTALE, ETIMEDOUT
+from libc.errno cimport EAGAIN, EBUSY, ENOENT, ENOSPC, ENXIO, EPERM, ESTALE, ETIMEDOUT
 from libc.math cimport INFINITY
 from libc.stdint cimport uintptr_t
 from libc.string cimport memchr, memcpy, memset
@@ -256,6 +256,7 @@ cdef class Block:
     cdef uint8_t *at              # first byte: in the arena's mapping, or in a spilled block's own
     cdef uint64_t mapped          # bytes of that mapping of its own, 0 = none
     cdef int exports              # live buffers: their bytes cannot go back to the pool
+    cdef bint reserving           # nothing is reserved yet, but the mapping is kept
     cdef bint open, abandoned, held
     cdef readonly object handle   # None until sealed
     cdef readonly str tag
@@ -272,10 +273,9 @@ cdef class Block:
             return
         if self.abandoned:
             self._free()
-            return
-        self._unmap()
-        if self.held:
+        elif self.held:
             self.held = False
+            self._unmap()
             self.core._let_go(self.slot)
 
     cdef void _unmap(self):
@@ -329,19 +329,17 @@ cdef class Block:
         return <uint32_t> n
 
     cdef object _publish(self, uint32_t tail, uint32_t crc, bint checked):
-        cdef int rc = srl_seal(&self.core.a, self.slot, self.generation, tail, crc, checked)
-        self.open = False
-        if rc == 0:
-            self.handle = self.core._handle(self.slot, self.generation, self.nonce, self.n)
-            if self.exports and srl_acquire(&self.core.a, self.slot, self.generation, self.nonce) == 0:
-                self.held = True  # a writable array is still about: its bytes may not become another block's
-                self.core.users += 1
-        if not self.exports:
-            self._unmap()
-        fate = self.core._fate(self.slot, self.generation) if rc == -ECANCELED else ""
-        self.core._leave()
+        cdef bint hold = self.exports != 0  # a writable array is still about: its bytes may not become another block's
+        cdef int rc = srl_seal(&self.core.a, self.slot, self.generation, tail, crc, checked, hold)
         if rc:
+            fate = self.core._fate(self.slot, self.generation) if rc == -ECANCELED else ""
+            self.free()
             check(rc, f"block {self.tag!r}", fate and f"was {fate}, before it was sealed")
+        self.open, self.held = False, hold
+        self.handle = self.core._handle(self.slot, self.generation, self.nonce, self.n)
+        if not hold:
+            self._unmap()
+            self.core._leave()
         return self.handle
 
     def free(self):
@@ -368,6 +366,8 @@ cdef class Block:
         self.free()
 
     def __dealloc__(self):
+        if self.reserving:
+            self.core._leave()
         if self.open:
             self.open = False
             self._free()
@@ -594,7 +594,10 @@ cdef class Core:
         return self._reserve(nbytes, column_tail(nbytes), tag, timeout_s, on_full)
 
     cdef Block _reserve(self, uint64_t nbytes, uint64_t room, str tag, object timeout_s, str on_full):
+        cdef Block block = Block.__new__(Block)
         self._alive()
+        self.users += 1  # the block's: while this waits or opens, another thread or a signal handler may close()
+        block.core, block.reserving = self, True
         if on_full not in ("block", "raise") and (on_full != "spill" or self.live.spill < 0):
             raise ValueError(f"on_full={on_full!r}: 'block' or 'raise'"
                              + (" (this arena has no spill_dir)" if self.live.spill < 0 else " or 'spill'"))
@@ -604,6 +607,7 @@ cdef class Core:
             raise ValueError(f"tag of {tag_len} bytes: at most {SRL_TAG_MAX}, no NUL")
         if not self.writable:
             self._open_for_writing()
+            self._alive()
         cdef double seconds = seconds_of(timeout_s)
         cdef srl_request r
         r.nbytes, r.room, r.tag, r.tag_len, r.spill = nbytes, room, raw, <uint32_t> tag_len, False
@@ -612,14 +616,15 @@ cdef class Core:
         if rc:
             began = srl_now_ns(CLOCK_MONOTONIC)
             self._reserve_slowly(&r, seconds, on_full)
-        cdef Block block = Block.__new__(Block)
-        block.core, block.slot, block.generation, block.nonce = self, r.slot, r.generation, r.nonce
-        block.n, block.room, block.open, block.tag = r.nbytes, r.room, True, tag
-        self.users += 1
+        block.slot, block.generation, block.nonce = r.slot, r.generation, r.nonce
+        block.n, block.room, block.open, block.reserving, block.tag = r.nbytes, r.room, True, False, tag
         if r.spill:
             self._make_file(block, max(r.offset, <uint64_t> 1), began)
         else:
             block.at = self.data + r.offset
+        if self.shut:
+            block.free()
+            raise ArenaClosed("the arena was closed meanwhile")
         if (self.a.h.committed_pages < self.a.max_pages
                 and self.a.h.committed_pages * SRL_PAGE < self.a.h.used_bytes + LOOK_AHEAD):
             self._look_ahead()
@@ -632,7 +637,6 @@ cdef class Core:
         cdef str tag = r.tag[:r.tag_len].decode()
         cdef uint64_t most = srl_share_limit(&self.a, srl_share_of(&self.a, r.tag, r.tag_len))
         turn = self._waiting(r.nbytes, r.nbytes + r.room, tag, on_full, timeout_s, most)
-        self.users += 1
         try:
             while True:
                 turn.seen = self.a.h.space_seq
@@ -649,7 +653,6 @@ cdef class Core:
                     r.spill = True
         finally:
             turn.leave()
-            self._leave()
 
     cdef int _make_file(self, Block block, uint64_t nbytes, uint64_t began) except -1:
         """The file of a block reserved as spilled, since `began`; if it cannot be had, the block is no more."""
@@ -686,6 +689,7 @@ cdef class Core:
 
     def _share(self, str tag):
         """(index, bytes that others have kept for them) of the share a tag belongs to; None without shares."""
+        self._alive()
         cdef Py_ssize_t n
         cdef const char *raw = PyUnicode_AsUTF8AndSize(tag, &n)
         if not self.a.shares:
@@ -695,6 +699,7 @@ cdef class Core:
 
     def _is_dead(self, uint32_t process):
         """Whether the kernel says so; never of this process."""
+        self._alive()
         return process != self.a.self and srl_live_is_dead(&self.live, process) != 0
 
     def _note_full(self, uint64_t nbytes):
@@ -767,8 +772,8 @@ cdef class Core:
         cdef int rc = srl_acquire(&self.a, p.slot, p.generation, p.nonce)
         if rc:
             self._refuse(rc, handle)
+        self.users += 1  # before there is a view: making it may run a collection, and that a close()
         cdef View view = View.__new__(View)
-        self.users += 1
         view.core, view.handle, view.slot, view.held = self, handle, p.slot, True
         cdef srl_block *b = self.a.blocks + p.slot
         if (b.word >> 16) & SRL_SPILLED:
@@ -789,6 +794,9 @@ cdef class Core:
         if rc == -EUCLEAN or rc == -ENOENT:
             raise ArenaCorrupt(f"{view.handle!r}: its file of {nbytes} bytes in {self._spill_dir()} was removed or "
                                "cut, or the arena unlinked")
+        if rc == -ENXIO:
+            raise ArenaCorrupt(f"{view.handle!r}: its file in {self._spill_dir()} was replaced by a link, a pipe or "
+                               "something else that is no regular file")
         if rc:
             raise ArenaError(f"{view.handle!r}: its file in {self._spill_dir()} cannot be mapped: {strerror(-rc)}")
         view.file, view.mapped, view.n, view.row = view.at, nbytes, <Py_ssize_t> n, 1
@@ -848,13 +856,15 @@ cdef class Core:
     def ship(self, handles, readers, step=None):
         """Arms the done set of owned blocks, clearing an earlier one: freed when `readers` distinct readers are done.
 
-        readers: 1 to 256. step: integer >= 0 for the statistics. Errors: NotOwner, StaleHandle.
+        readers: 1 to 256. step: 0 to 2^63 - 1, for the statistics. Errors: NotOwner, StaleHandle.
         """
         cdef Parts p
-        if not 1 <= PyNumber_Index(readers) <= 256:
+        readers = PyNumber_Index(readers)
+        if not 1 <= readers <= 256:
             raise ValueError(f"readers={readers}: 1 to 256")
-        if step is not None and PyNumber_Index(step) < 0:
-            raise ValueError(f"step={step}: 0 or more, or None")
+        step = None if step is None else PyNumber_Index(step)
+        if step is not None and not 0 <= step < 1 << 63:
+            raise ValueError(f"step={step}: 0 to 2^63 - 1, or None")
         cdef int64_t at = -1 if step is None else step
         cdef int rc
         for handle in _listed(handles):
@@ -870,8 +880,8 @@ cdef class Core:
         give every reader of a block an index, or none. A freed block is no error; one never shipped is a ValueError.
         """
         cdef Parts p
-        index = self.reader_index if reader is None else reader
-        if not 0 <= PyNumber_Index(index) <= 255:
+        index = self.reader_index if reader is None else PyNumber_Index(reader)
+        if not 0 <= index <= 255:
             raise ValueError(f"reader={index}: 0 to 255")
         for handle in _listed(handles):
             self._parts(handle, &p)
@@ -918,10 +928,12 @@ cdef class Core:
         return <uintptr_t> self.data, self.data_nbytes
 
     def _others_alive(self):
+        self._alive()
         return srl_others_alive(&self.a, &self.live) != 0
 
     def _commit_data(self, uint64_t first, uint64_t end):
         """Commits data pages [first, end) and their records -> 0 or errno."""
+        self._alive()
         cdef int rc
         cdef uint64_t records = <uint64_t> (<uint8_t *> self.a.pages - self.ctl) + first * 64
         self.users += 1
@@ -936,6 +948,7 @@ cdef class Core:
 
     def _commit_table(self, uint64_t first, uint64_t end):
         """Commits descriptors [first, end) -> 0 or errno."""
+        self._alive()
         cdef int rc
         cdef int64_t at = <int64_t> (<uint8_t *> self.a.blocks - self.ctl) + <int64_t> (first * 256)
         self.users += 1
@@ -948,10 +961,12 @@ cdef class Core:
 
     def _spill_dir(self):
         """This arena's own spill directory, "" if it has none."""
+        self._alive()
         return text_of(self.a.h.spill_dir, SRL_SPILL_DIR_MAX)
 
     def _kept(self):
         """Bytes that are kept for sources within their shares from all others."""
+        self._alive()
         return srl_share_kept(&self.a, SRL_NONE)
 
     def _header(self):
@@ -980,19 +995,21 @@ cdef class Core:
     def _locked_call(self, call):
         """What `call()` returns, under the allocator's lock; it must not come back to this arena."""
         self._alive()
-        self._locked()
+        self.users += 1
         try:
-            return call()
+            self._locked()
+            try:
+                return call()
+            finally:
+                srl_unlock(&self.a)
         finally:
-            srl_unlock(&self.a)
+            self._leave()
 
     cdef int _locked(self) except -1:
         cdef int rc
         cdef uint64_t deadline = srl_now_ns(CLOCK_MONOTONIC) + LOCK_NS
-        self.users += 1
         with nogil:
             rc = srl_lock(&self.a, deadline)
-        self._leave()
         if rc == -ETIMEDOUT:
             self._raise_stalled(5.0)
         return check(rc, "lock:")

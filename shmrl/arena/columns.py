@@ -12,6 +12,7 @@ crc32c, or the payload's, where a payload of at most 64 KiB has no columns and t
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -87,10 +88,10 @@ def plan(columns: Iterable[tuple[str, int, int, int]], nbytes: int) -> tuple[Col
     """Checked columns by offset, with their place among the checksums."""
     out: list[Column] = []
     first, end, names = 0, 0, set[str]()
-    for name, offset, row_nbytes, rows in sorted(columns, key=lambda c: (c[1], c[2] * c[3])):
+    for name, offset, row_nbytes, rows in sorted(map(_numbers, columns), key=lambda c: (c[1], c[2] * c[3])):
         if not 0 < len(name.encode()) <= NAME_MAX or name in names:
             raise ValueError(f"column name {name!r}: 1 to {NAME_MAX} bytes, each once")
-        if row_nbytes < 1 or rows < 0 or offset < 0 or offset + row_nbytes * rows > nbytes:
+        if not 1 <= row_nbytes < 1 << 48 or rows < 0 or offset < 0 or offset + row_nbytes * rows > nbytes:
             raise ValueError(
                 f"column {name!r}: {rows} rows of {row_nbytes} bytes at offset {offset}, in a payload of {nbytes} bytes"
             )
@@ -102,6 +103,16 @@ def plan(columns: Iterable[tuple[str, int, int, int]], nbytes: int) -> tuple[Col
         first += -(-rows // column.rows_per_crc)
         end = max(end, column.end)
     return tuple(out)
+
+
+def _numbers(column: tuple[str, int, int, int]) -> tuple[str, int, int, int]:
+    """A column as it was given, checked to be a name and three integers. ValueError."""
+    try:
+        name, *numbers = column
+        offset, row_nbytes, rows = map(operator.index, numbers)
+        return name + "", offset, row_nbytes, rows
+    except (TypeError, ValueError):
+        raise ValueError(f"column {column!r}: (field, offset, row_nbytes, rows), a name and three integers") from None
 
 
 def _rest_crc(payload: memoryview, columns: Iterable[Column]) -> int:

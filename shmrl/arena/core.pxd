@@ -132,7 +132,8 @@ cdef extern from "arena_live.h" nogil:
     uint64_t srl_share_kept(const srl_arena *a, uint32_t share)
     uint64_t srl_share_limit(const srl_arena *a, uint32_t share)
     int srl_reserve(srl_arena *a, srl_request *r, uint64_t deadline_ns)
-    int srl_seal(srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bint checked)
+    int srl_seal(
+        srl_arena *a, uint32_t slot, uint32_t gen, uint32_t tail_nbytes, uint32_t crc, bint checked, bint held)
     int srl_abort(srl_arena *a, uint32_t slot, uint32_t gen)
     int srl_acquire(srl_arena *a, uint32_t slot, uint32_t gen, uint64_t nonce)
     void srl_release(srl_arena *a, uint32_t slot)
@@ -176,6 +177,9 @@ cdef inline int open_ctl(srl_arena *a, void *ctl, uint64_t nbytes) except -1:
     if rc == -EPROTO:
         raise ForeignArena(f"the arena has layout version {(<srl_header *> ctl).version}, this shmrl reads version "
                            f"{SRL_VERSION}: use the version that made it (or shmrl arena gc)")
+    cdef srl_header *h = <srl_header *> ctl
+    if rc and nbytes >= sizeof(srl_header) and h.magic == SRL_MAGIC and h.ctl_size > nbytes:
+        raise ArenaCorrupt(f"the arena's ctl was cut: {nbytes} of {h.ctl_size} bytes are left")
     if rc:
         raise ArenaCorrupt("the arena's control words are not an arena's, or contradict each other")
     return 0

@@ -9,6 +9,7 @@ Called by create, attach, unlink and the inspectors, in every process. An addres
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import glob
 import os
@@ -80,7 +81,7 @@ class Files:
 
     def _open_named(self, part: str, flags: int) -> int:
         if self.backing == "file":
-            return os.open(self.name(part), flags | os.O_CLOEXEC, 0o600)
+            return os.open(self.name(part), flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)  # a pipe would wait
         try:
             ipc = flags & (os.O_CREAT | os.O_EXCL)
             segment = posix_ipc.SharedMemory(self.name(part), ipc, 0o600, read_only=flags & 3 == os.O_RDONLY)
@@ -88,6 +89,14 @@ class Files:
             kind = FileExistsError if ipc else FileNotFoundError
             raise kind(f"{self.address} ({part}): {error}") from None
         return int(segment.fd)
+
+    def exists(self) -> bool:
+        """Whether any part is there."""
+        for part in PARTS:
+            with contextlib.suppress(FileNotFoundError, ForeignArena):
+                os.close(self.open(part, write=False))
+                return True
+        return False
 
     def unlink(self) -> None:
         """Removes the spill directory and the names that exist; `live` last, so that a gc finds what is half done."""

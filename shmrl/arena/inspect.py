@@ -67,6 +67,10 @@ class Filter:
         return sum(1 << index for index in found)
 
 
+class _Unfinished(ArenaCorrupt):
+    """There is no arena yet: the magic of its ctl comes last."""
+
+
 class Look:
     """One arena, live or dead, while `look()` has it open.
 
@@ -254,7 +258,7 @@ def _open(where: files.Files, part: str, opened: list[int]) -> int:
     except FileNotFoundError as error:
         if not opened or where.is_unlinked(opened[0]):
             raise ForeignArena(f"{where.address} is not on this host, or was removed (shmrl arena ls)") from error
-        raise ArenaCorrupt(
+        raise _Unfinished(
             f"{where.address} has no {part}: its creator died, or is not done; if it stays so: shmrl arena gc"
         ) from None
     opened.append(fd)
@@ -262,8 +266,8 @@ def _open(where: files.Files, part: str, opened: list[int]) -> int:
 
 
 def _mapped(where: files.Files, fd: int, part: str) -> mmap.mmap:
-    if os.fstat(fd).st_size == 0:
-        raise ArenaCorrupt(
+    if not any(os.pread(fd, 8, 0)) if part == "ctl" else os.fstat(fd).st_size == 0:
+        raise _Unfinished(
             f"{where.address} has an empty {part}: its creator died, or is not done; if it stays so: shmrl arena gc"
         )
     return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
@@ -319,7 +323,10 @@ def is_directory(given: str) -> bool:
 
 
 def list_arenas(given: str | None = None) -> list[dict[str, Any]]:
-    """Each of `where(given)`: address, state (alive, dead, unfinished, foreign), run_id, processes, counters."""
+    """Each of `where(given)`: address, state (alive, dead, unfinished, corrupt, foreign), run_id, processes, counters.
+
+    "error" instead of what could not be read.
+    """
     out: list[dict[str, Any]] = []
     for one in where(given):
         try:
@@ -337,14 +344,20 @@ def list_arenas(given: str | None = None) -> list[dict[str, Any]]:
             if one in where(given):
                 out.append({"address": one.address, "state": "foreign", "error": str(error)})
         except ArenaCorrupt as error:
-            out.append({"address": one.address, "state": "unfinished", "error": str(error)})
+            state = "unfinished" if isinstance(error, _Unfinished) else "corrupt"
+            out.append({"address": one.address, "state": state, "error": str(error)})
     return out
 
 
 def gc(given: str | None = None) -> list[str]:
-    """Removes every arena of this uid that nobody is attached to, in /dev/shm or a directory -> their addresses."""
+    """Removes every arena of this uid that nobody is attached to, in /dev/shm or a directory -> their addresses.
+
+    ForeignArena if the address of one was given and nothing is there.
+    """
     removed = []
     for one in files.listed() if given is None else where(given):
+        if given is not None and not one.exists():
+            raise ForeignArena(f"{one.address} is not on this host, or was removed (shmrl arena ls)")
         with suppress(FileNotFoundError):
             if files.remove_if_dead(one):
                 removed.append(one.address)

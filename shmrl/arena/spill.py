@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -78,7 +79,7 @@ def remove(path: Path) -> None:
 
 
 def faults(path: Path, rows: Callable[[], Iterable[dict[str, Any]]]) -> list[str]:
-    """A line per spilled block whose file is gone or shorter than the block. rows: Arena.ls() as it is now.
+    """A line per spilled block whose file is gone, shorter than the block or no file. rows: Arena.ls() as it is now.
 
     A block that was freed since it was looked at has no file and is no fault: only what is still there is told.
     """
@@ -88,7 +89,7 @@ def faults(path: Path, rows: Callable[[], Iterable[dict[str, Any]]]) -> list[str
     still = (row for row in rows() if (row["slot"], row["generation"]) in missing)
     return [
         f"block {row['slot']} generation {row['generation']}: its file of {row['nbytes']} bytes "
-        f"in {path} is gone or cut"
+        f"in {path} is gone, cut or replaced"
         for row in still
         if row["state"] == "ready"
     ]
@@ -98,9 +99,10 @@ def _is_cut(path: Path, row: dict[str, Any]) -> bool:
     if "spilled" not in row["flags"] or row["state"] != "ready":
         return False
     try:
-        return os.stat(path / f"{row['slot']}-{row['generation']}").st_size < int(row["nbytes"])
+        found = os.lstat(path / f"{row['slot']}-{row['generation']}")
     except OSError:
         return True
+    return not stat.S_ISREG(found.st_mode) or found.st_size < int(row["nbytes"])
 
 
 def sweep(spill_dir: Path) -> None:

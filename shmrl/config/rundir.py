@@ -106,7 +106,8 @@ class RunDir:
 
 
 def open_run_dir(output_dir: Path, *, resume: bool = False, clean: bool = False) -> RunDir:
-    """The directory of a new attempt. ConfigError when it was used and neither --resume nor --clean is given.
+    """The directory of a new attempt. ConfigError when it was used and neither --resume nor --clean is given, and when
+    it is to be cleaned of what no run has written.
 
     Resuming drops weights newer than the checkpoint (they belong to steps that will be trained again), all of them
     when there is no checkpoint yet.
@@ -117,11 +118,29 @@ def open_run_dir(output_dir: Path, *, resume: bool = False, clean: bool = False)
     if not (resume or clean) and (refusal := used_before(output_dir)):
         raise ConfigError(refusal)
     if clean:
+        _require_ours(output_dir)
         for name in _OURS:
             _remove(output_dir / name)
     if resume:
         _drop_weights_after(output_dir, latest_checkpoint(output_dir))
     return RunDir(output_dir, _next_attempt(output_dir))
+
+
+def _require_ours(output_dir: Path) -> None:
+    """A run writes run.json, and `shmrl node` node.toml, before all but what a dry run leaves; who has neither may have
+    named his own things as we name ours."""
+    there = [name for name in _OURS if (output_dir / name).exists()]
+    if there in ([], ["configs"]) or "node.toml" in there:
+        return
+    try:
+        if "status" in json.loads((output_dir / "run.json").read_text()):
+            return
+    except (OSError, ValueError, TypeError):
+        pass
+    raise ConfigError(
+        f"{output_dir} has {', '.join(there)}, but no run.json of a run: --clean leaves them alone; remove them, "
+        "or write elsewhere with --run.output-dir DIR"
+    )
 
 
 def used_before(output_dir: Path) -> str | None:

@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from shmrl.env.protocol import episode_from_wire, notice_silence, raise_error, task_from_wire, task_to_wire
 from shmrl.errors import ProtocolError, ServerDied, TasksetError
 from shmrl.types import EpisodeResult, Task
-from shmrl.wire import pack, unpack
+from shmrl.wire import MAX_MESSAGE, pack, unpack
 
 log = logging.getLogger(__name__)
 RECONNECT_MS = 100
@@ -58,6 +58,7 @@ class EnvClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 0)

@@ -16,17 +16,21 @@ import socket
 import struct
 
 from shmrl.errors import ProtocolError
-from shmrl.wire import pack, unpack
+from shmrl.wire import MAX_MESSAGE, pack, unpack
 
 _LENGTH = struct.Struct("<I")
-MAX_FRAME = 256 << 20
-"""Bytes. Requests and replies are small; this only bounds what a broken peer can make the other one allocate."""
+
+
+def _length(head: bytes) -> int:
+    """How long a frame is. ProtocolError for one that no peer of ours sends."""
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_MESSAGE:
+        raise ProtocolError(f"a frame of {length} bytes was announced; {MAX_MESSAGE} at most")
+    return int(length)
 
 
 def _framed(number: int, kind: str, payload: bytes) -> bytes:
     frame = pack([number, kind, payload])
-    if len(frame) > MAX_FRAME:
-        raise ProtocolError(f"{kind}: a message of {len(frame)} bytes exceeds {MAX_FRAME}")
     return _LENGTH.pack(len(frame)) + frame
 
 
@@ -49,9 +53,9 @@ class Link:
         self._writer.write(_framed(number, kind, payload))
 
     async def receive(self) -> tuple[int, str, bytes] | None:
-        """The next frame, or None when the peer is gone."""
+        """The next frame, or None when the peer is gone. ProtocolError for what is no frame."""
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            length = _length(await self._reader.readexactly(_LENGTH.size))
             number, kind, payload = unpack(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
@@ -85,11 +89,11 @@ class BlockingLink:
         self._end.sendall(_framed(number, kind, payload))
 
     def receive(self) -> tuple[int, str, bytes] | None:
-        """The next frame, or None when the peer is gone."""
+        """The next frame, or None when the peer is gone. ProtocolError for what is no frame."""
         head = self._file.read(_LENGTH.size)
         if len(head) < _LENGTH.size:
             return None
-        (length,) = _LENGTH.unpack(head)
+        length = _length(head)
         frame = self._file.read(length)
         if len(frame) < length:
             return None

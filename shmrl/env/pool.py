@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmrl.env.link import Link
 from shmrl.env.protocol import error_reply
-from shmrl.errors import EnvError, ServerDied, TasksetError, WorkerDied
+from shmrl.errors import EnvError, ProtocolError, ServerDied, TasksetError, WorkerDied
 from shmrl.types import ErrorInfo
 from shmrl.wire import pack, unpack
 
@@ -257,6 +257,9 @@ class Pool:
                 elif kind == "fatal":
                     self._fail(TasksetError(unpack(payload)["traceback"]))
                 self._dispatch()
+        except ProtocolError as error:
+            log.error("env worker %d (pid %d) is killed: %s", worker.slot, worker.process.pid, error)
+            worker.process.kill()
         finally:
             loaded.set()
 

@@ -25,7 +25,6 @@ from shmrl.arena import Arena
 from shmrl.config import ArenaConfig, EnvServerConfig, ServeConfig
 from shmrl.config.addresses import is_loopback, redacted
 from shmrl.config.tree import EnvSpec
-from shmrl.env.link import MAX_FRAME
 from shmrl.env.pool import Pool, Request
 from shmrl.env.protocol import FIELDS, check_tag, error_reply, expect, notice_silence, parse_request
 from shmrl.env.sandbox import Sandbox
@@ -34,7 +33,7 @@ from shmrl.errors import ConfigError, ProtocolError, RunError, ServerDied
 from shmrl.node.host import create_arena, read_token
 from shmrl.node.ports import port_in_use
 from shmrl.node.server import NodeServer
-from shmrl.wire import pack
+from shmrl.wire import MAX_MESSAGE, pack
 
 log = logging.getLogger(__name__)
 DEATH_PIPE = "SHMRL_DEATH_PIPE"
@@ -124,7 +123,7 @@ class EnvServer:
         context = self._context = zmq.asyncio.Context()
         socket = context.socket(zmq.ROUTER)
         socket.set(zmq.ROUTER_MANDATORY, 1)  # a client that is gone is an error, not silence
-        socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
+        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE)
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.RCVHWM, 0)
         notice_silence(socket)

@@ -68,8 +68,9 @@ class Supervisor:
     async def run(self, first: Role | None, roles: Sequence[Role]) -> Outcome:
         """`first` to its end (it makes what the others read), then all roles until the run ends, then nothing."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled, number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._signalled, number)
         self._tasks.append(asyncio.create_task(self._clock()))
         try:
             if first is not None:
@@ -195,8 +196,8 @@ class Supervisor:
 
     def _interrupted(self, number: signal.Signals, roles: Sequence[Role]) -> Outcome | None:
         """The first Ctrl-C goes to the role that can drain the run; everything else ends it now."""
-        if number == signal.SIGTERM:
-            return Outcome(143, "interrupted", "stopped by SIGTERM; continue with --resume")
+        if number != signal.SIGINT:
+            return Outcome(128 + number, "interrupted", f"stopped by {number.name}; continue with --resume")
         drains = [self._running[role.name] for role in roles if role.drains and role.name in self._running]
         if self._interrupts == 1 and drains:
             log.info("Ctrl-C: finishing the step and writing a checkpoint; press it again to stop at once")

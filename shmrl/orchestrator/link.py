@@ -35,13 +35,21 @@ class TrainerLink:
     """ROUTER bound at `address`, for `num_ranks` ranks that know `token` (None: any).
 
     steps: those that can be sent again. returning: a rank that cannot be reached is being restarted, it will say hello.
+    shares: the origin of the arena that every rank has to be in; None: blocks may be fetched.
     """
 
     def __init__(
-        self, address: str, num_ranks: int, token: str | None, steps: ShippedSteps, *, returning: bool = False
+        self,
+        address: str,
+        num_ranks: int,
+        token: str | None,
+        steps: ShippedSteps,
+        *,
+        returning: bool = False,
+        shares: str | None = None,
     ) -> None:
         self.steps = steps
-        self._num_ranks, self._token, self._returning = num_ranks, token, returning
+        self._num_ranks, self._token, self._returning, self._shares = num_ranks, token, returning, shares
         self._peers: dict[int, bytes] = {}  # rank -> its socket's identity
         self._had: dict[int, int] = {}  # rank -> the last step that it has completed or was sent
         self._finished: set[int] = set()  # ranks that have written their last checkpoint
@@ -66,6 +74,7 @@ class TrainerLink:
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
@@ -112,6 +121,12 @@ class TrainerLink:
         rank, world, step = int(message["rank"]), int(message["world"]), int(message["step"])
         if world != self._num_ranks or not 0 <= rank < world:
             raise RunError(f"rank {rank} of {world} said hello; trainer.ranks = {self._num_ranks}")
+        origin = str(message["origin"])
+        if self._shares not in (None, origin):
+            raise RunError(
+                f"trainer rank {rank} is in arena {origin}, the run's blocks are in {self._shares}, and "
+                "arena.transport = 'required' allows shared memory alone"
+            )
         phase = str(message["phase"])
         if self._training:
             self._check_return(rank, step, phase)

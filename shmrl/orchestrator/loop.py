@@ -123,7 +123,12 @@ class Orchestrator:
         self.evals = [EvalSink(s, self.ledger, self.episodes, self.attempt) for s in self.sources if s.split == "eval"]
         self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
         self.link = TrainerLink(
-            tree.trainer_address, tree.trainer.ranks, token, self.shipped, returning=tree.run.restarts.trainer > 0
+            tree.trainer_address,
+            tree.trainer.ranks,
+            token,
+            self.shipped,
+            returning=tree.run.restarts.trainer > 0,
+            shares=self.arena.origin if tree.arena.transport == "required" else None,
         )
         self.policy = Policy(self.engine, tree, self.link)
         self.lag = LoopLag()

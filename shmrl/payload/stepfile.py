@@ -16,6 +16,7 @@ import os
 import struct
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 _PREFIX = struct.Struct("<8sIIQQ")
 _MAGIC = b"SHMRSTEP"
+
+MOST_DIMENSION, MOST_ROW, MOST_PADDED = 1 << 16, 1 << 16, 1 << 28
+"""Of a field: its dimensions, the elements of a row, and those of all of a micro batch's padding."""
 
 Place = tuple[int, int]
 """(rank, number): micro batch `number` of what `rank` got."""
@@ -92,12 +96,13 @@ class StepFile:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
         try:
             index, base = self._index()
-            self.run, self.step = str(index["run"]), int(index["step"])
-            self.micro_batches: dict[Place, MicroBatch] = {
-                (rank, number): micro_batches_from_wire(references)[0]
-                for rank, number, references in index["micro_batches"]
-            }
-            self.blocks = {Handle(raw): (base + offset, nbytes, crc) for raw, offset, nbytes, crc in index["blocks"]}
+            self.run, self.step = _a(str, index["run"], "run"), _count(index["step"], "step")
+            self.blocks = {Handle(raw): self._place(base, *where) for raw, *where in index["blocks"]}
+            self.micro_batches: dict[Place, MicroBatch] = {}
+            for rank, number, references in index["micro_batches"]:
+                (micro,) = micro_batches_from_wire(references)
+                _check(micro)
+                self.micro_batches[_count(rank, "rank"), _count(number, "number")] = micro
         except (ValueError, KeyError, TypeError, IndexError) as error:
             self.close()
             raise PayloadError.of(
@@ -122,6 +127,11 @@ class StepFile:
         if crc32c(raw) != crc:
             raise ChecksumError(f"{self.path}: its index of {size:,} B does not match its crc32c")
         return msgpack.unpackb(raw), align(_PREFIX.size + size)
+
+    def _place(self, base: int, offset: Any, nbytes: Any, crc: Any) -> tuple[int, int, int]:
+        """Where a block is; ValueError if that is not in the file."""
+        at = base + _count(offset, "a block's offset")
+        return at, _count(nbytes, f"the size of the block at byte {at:,}", self.nbytes - at), _count(crc, "a crc32c")
 
     def get(
         self, handle: Handle, verify: bool = False, field: str | None = None, rows: tuple[int, int] | None = None
@@ -150,3 +160,36 @@ class StepFile:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check(micro: MicroBatch) -> None:
+    """ValueError for a reference with a value of another type, or of a size that no run has."""
+    shapes = [micro.shapes]
+    for sample in micro.samples:
+        for name in ("T", "S", "R"):
+            _count(getattr(sample, name), name)
+        for _, start, stop in sample.segments:
+            _count(start, "a segment's start", _count(stop, "a segment's stop"))
+        for name in ("advantage", "weight"):
+            _a((int, float), getattr(sample, name), name)
+        shapes.append(sample.meta["shapes"])
+    for name in (name for fields in (micro.fields, *shapes, *(s.fields for s in micro.samples)) for name in fields):
+        _a(str, name, "a field's name")
+    padding = _count(micro.padding, "padding", MOST_PADDED)
+    for name, shape in (item for known in shapes for item in _a(dict, known, "shapes").items()):
+        row = [_count(n, f"a dimension of {name}", MOST_DIMENSION) for n in shape]
+        stored = row[:-1] if name == "routing" else row  # its last one is the number of experts
+        size = _count(prod(stored), f"the elements of a row of {name}", MOST_ROW)
+        _count(padding * size, f"the elements of {name} in {padding:,} positions of padding", MOST_PADDED)
+
+
+def _a(kind: type | tuple[type, ...], value: Any, name: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {value!r:.80}")
+    return value
+
+
+def _count(value: Any, name: str, most: int = (1 << 63) - 1) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{name} is {value!r:.80}, not a number from 0 to {most:,}")
+    return value

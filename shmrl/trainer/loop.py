@@ -57,6 +57,7 @@ class RankLoop:
 
     def __init__(self, tree: RunTree, ranks: Ranks, arena: Arena, resume: bool) -> None:
         self._tree, self._ranks = tree, ranks
+        self._origin = arena.origin
         self._pinned = Pinned(arena) if ranks.device.type == "cuda" else None
         saved = latest_checkpoint(tree.run.output_dir) if resume else None
         self.step = saved or 0
@@ -82,7 +83,7 @@ class RankLoop:
         report = None
         if self._ranks.rank == 0 and self.step:
             report = {"path": str(self._tree.published_dir(self.step)), "metrics": self._metrics}
-        who = {"rank": self._ranks.rank, "world": self._ranks.world, "token": self._token}
+        who = {"rank": self._ranks.rank, "world": self._ranks.world, "token": self._token, "origin": self._origin}
         stands = {"step": self.step, "phase": self._phase, "report": report}
         return {"kind": "hello", **who, **stands, "sender": self._sender and self._sender.port}
 

@@ -88,7 +88,7 @@ static void write_block(srl_arena *a, uint64_t *state) {
     memset(data + r.offset, (int)(r.nonce & 255), r.nbytes);
     if (rnd(state) % 8 == 0)
         srl_abort(a, r.slot, r.generation);
-    else if (srl_seal(a, r.slot, r.generation, 0, 0, true) == 0)
+    else if (srl_seal(a, r.slot, r.generation, 0, 0, true, false) == 0)
         free_block(a, srl_swap_sc(board + rnd(state) % BOARD, (uint64_t)r.generation << 32 | r.slot));
 }
 
@@ -175,7 +175,7 @@ static void *owner(void *arg) {
     for (int i = 0; i < DUELS; i++) {
         srl_request r = {.tag = "run/d", .tag_len = 5};
         if (srl_reserve(a, &r, srl_now_ns(CLOCK_MONOTONIC) + 1000000000u) ||
-            srl_seal(a, r.slot, r.generation, 0, 0, true))
+            srl_seal(a, r.slot, r.generation, 0, 0, true, false))
             i = DUELS, wrong("no block");
         srl_store_sc(board, (uint64_t)r.generation << 32 | r.slot);
         if (i < DUELS && srl_free(a, r.slot, r.generation, r.nonce))
@@ -215,7 +215,7 @@ static void *publisher(void *arg) {
         if (srl_reserve(a, &r, srl_now_ns(CLOCK_MONOTONIC) + 1000000000u))
             return wrong("no block"), NULL;
         memset(data + r.offset, (int)(r.nonce & 255), r.nbytes);
-        srl_seal(a, r.slot, r.generation, 0, 0, true);
+        srl_seal(a, r.slot, r.generation, 0, 0, true, false);
         sched_yield();
         srl_free(a, r.slot, r.generation, r.nonce);
     }

@@ -150,7 +150,7 @@ static int reserve(srl_arena *a, uint64_t nbytes, block *out) {
 
 static void put_in(srl_arena *a, uint64_t nbytes, bool spill, block *out) {
     if (reserve_in(a, nbytes, spill, out) == 0)
-        srl_seal(a, out->slot, out->gen, 0, 0, true);
+        srl_seal(a, out->slot, out->gen, 0, 0, true, false);
 }
 
 static void put(srl_arena *a, uint64_t nbytes, block *out) {
@@ -323,8 +323,18 @@ static void do_fragments(srl_arena *a) { /* free spans and cell pages side by si
     for (int i = 0; i < 8; i++)
         srl_free(a, ON(b[i * 2 % 8 + i / 4]));
 }
+static void seal(srl_arena *a, bool held) {
+    int rc = srl_seal(a, mine.slot, mine.gen, 0, 0, true, held);
+    if (rc)
+        srl_abort(a, mine.slot, mine.gen);
+    else if (held)
+        srl_release(a, mine.slot);
+}
 static void do_seal(srl_arena *a) {
-    srl_seal(a, mine.slot, mine.gen, 0, 0, true);
+    seal(a, false);
+}
+static void do_seal_held(srl_arena *a) {
+    seal(a, true);
 }
 static void do_wait_for_lock(srl_arena *a) {
     srl_request r = {.nbytes = 10, .tag = "run", .tag_len = 3};
@@ -414,6 +424,8 @@ static const operation operations[] = {
     {"wait-for-lock", nothing, do_wait_for_lock, true},
     {"seal", reserved, do_seal, false},
     {"seal-discarded", discarded, do_seal, false},
+    {"seal-held", reserved, do_seal_held, false},
+    {"seal-held-discarded", discarded, do_seal_held, false},
     {"abort", reserved, do_abort, false},
     {"acquire", nothing, do_acquire, false},
     {"release", hold_2, do_release, false},

@@ -109,6 +109,22 @@ def test_a_sealed_block_with_a_writable_array_keeps_its_bytes(arena):
     assert blocks(arena) == 0
 
 
+def test_a_discarded_block_with_a_writable_array_keeps_its_bytes(arena):
+    block = arena.reserve(262_144, tag="run/x/g")
+    array = np.frombuffer(block.buffer, np.uint8)
+    arena.discard("run/x")
+    with pytest.raises(AlreadyFreed, match="before it was sealed"):
+        block.seal()
+    other = arena.put(bytes(262_144), tag="run/y")
+    array[:] = 1
+    with arena.get(other, verify=True) as view:
+        assert not any(memoryview(view)[:100])
+    arena.free(other)
+    assert blocks(arena) == 1
+    del array
+    assert (blocks(arena), arena.fsck()) == (0, [])
+
+
 def test_dropping_a_reserved_block_warns_and_frees(arena):
     block = arena.reserve(10, tag="run/lost")
     with pytest.warns(ResourceWarning, match="'run/lost', was dropped unsealed"):
@@ -212,8 +228,9 @@ def test_bad_arguments(arena):
         arena.put(b"x", timeout_s=float("nan"))
     assert blocks(arena) == 0
     handle = arena.put(b"x")
-    with pytest.raises(ValueError, match="step=-1"):
-        arena.ship(handle, readers=1, step=-1)
+    for step in (-1, 1 << 63):
+        with pytest.raises(ValueError, match=f"step={step}: 0 to"):
+            arena.ship(handle, readers=1, step=step)
     with pytest.raises(ValueError, match="readers=257"):
         arena.ship(handle, readers=257)
     with pytest.raises(TypeError, match="float"):

@@ -154,6 +154,12 @@ def test_unchecked_blocks_say_so(arena):
         ([("a", 0, 1, 1), ("a", 1, 1, 1)], "'a'"),
         ([("x" * 32, 0, 1, 1)], "1 to 31 bytes"),
         ([("a", 0, 0, 1)], "rows of 0 bytes"),
+        ([("a", 0, 1)], r"\('a', 0, 1\): \(field, offset, row_nbytes, rows\)"),
+        ([("a", 0, 1.5, 1)], r"\('a', 0, 1\.5, 1\): .* three integers"),
+        ([("a", 0, 1, None)], "three integers"),
+        ([None], "column None"),
+        ([(7, 0, 1, 1)], "a name and three integers"),
+        ([("a", 0, 1 << 64, 0)], "0 rows of 18446744073709551616 bytes"),
     ],
 )
 def test_columns_that_cannot_be_are_refused(arena, columns, message):

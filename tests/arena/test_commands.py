@@ -179,6 +179,13 @@ def test_fsck_of_a_busy_arena_is_clean_and_stops_nobody(arena, helper):
     assert commands.fsck(arena.address) == [{"address": arena.address, "faults": [], "totals_checked": True}]
 
 
+def test_gc_of_an_address_with_nothing_there_is_refused(arena):
+    arena.close()
+    arena.unlink()
+    done = shmrl("gc", arena.address)
+    assert (done.returncode, f"{arena.address} is not on this host" in done.stderr) == (1, True), done.stderr
+
+
 def test_gc_takes_the_dead_and_tells_what_the_living_keep_of_theirs(arena, helper):
     gone = helper(doomed, "2MiB")
     address, _ = gone.line().split()
@@ -366,8 +373,8 @@ def test_a_ctl_cut_short_is_refused(tmp_path):
         stem, copy = arena.address.removeprefix("file:"), tmp_path / "copy"
         for part in ("live", "ctl", "data"):
             (tmp_path / f"copy.{part}").write_bytes(Path(f"{stem}.{part}").read_bytes())
-        for size, message in ((0, "empty ctl"), (100, "not an arena's"), (300_000, "not an arena's")):
-            os.truncate(f"{copy}.ctl", size)
+        for size, message in ((0, "empty ctl"), (100, "not an arena's"), (300_000, "was cut: 300000 of")):
+            Path(f"{copy}.ctl").write_bytes(Path(f"{stem}.ctl").read_bytes()[:size])
             found = shmrl("stats", f"file:{copy}")
             assert (found.returncode, message in found.stderr, "Traceback" in found.stderr) == (1, True, False)
         arena.unlink()

@@ -92,6 +92,30 @@ def test_what_a_creator_left_half_made_is_garbage():
     assert where.address in inspect.gc()
 
 
+def test_a_living_arena_whose_ctl_was_cut_is_no_unfinished_one(tmp_path):
+    with Arena.create("1MiB", backing="file", base=str(tmp_path)) as arena:
+        path = next(tmp_path.glob("*.ctl"))
+        whole = path.read_bytes()
+        os.truncate(path, 4096)
+        (row,) = inspect.list_arenas(str(tmp_path))
+        path.write_bytes(whole)
+        assert row["state"] == "corrupt"
+        assert row["error"] == f"the arena's ctl was cut: 4096 of {len(whole)} bytes are left"
+        assert [row["state"] for row in inspect.list_arenas(str(tmp_path))] == ["alive"]
+        arena.unlink()
+
+
+def test_a_pipe_in_place_of_a_part_is_not_waited_for(tmp_path):
+    with Arena.create("1MiB", backing="file", base=str(tmp_path)) as arena:
+        data = next(tmp_path.glob("*.data"))
+        data.rename(tmp_path / "kept")
+        os.mkfifo(data)
+        with pytest.raises(ArenaCorrupt, match="a data file of 0 bytes"):
+            Arena.attach(arena.address)
+        (tmp_path / "kept").rename(data)
+        arena.unlink()
+
+
 def test_a_ctl_of_noise_is_refused():
     with Arena.create("1MiB") as arena:
         path = f"/dev/shm/{names_of(arena.address)[0]}"

@@ -233,12 +233,29 @@ def test_a_file_that_was_removed_or_cut_is_named(spilling, tmp_path):
     assert spilling.free(handles) == 2
 
 
+@pytest.mark.parametrize("replace", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
+def test_a_file_that_was_replaced_is_named_and_not_waited_for(spilling, tmp_path, replace):
+    handle = spill(spilling, b"x" * 100_000)
+    (path,) = tmp_path.glob("*/*")
+    path.rename(tmp_path / "kept")
+    replace(path)
+    with pytest.raises(ArenaCorrupt, match="was replaced by a link, a pipe or something else"):
+        spilling.get(handle)
+    assert [fault.endswith("is gone, cut or replaced") for fault in spilling.fsck()] == [True]
+    path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "kept").rename(path)
+    with spilling.get(handle, verify=True) as view:
+        assert len(view) == 100_000
+    spilling.free(handle)
+
+
 def test_fsck_names_the_block_whose_file_is_gone(spilling, tmp_path):
     whole, lost = spill(spilling, b"w" * 5000), spill(spilling, b"l" * 5000)
     assert spilling.fsck() == []
     path = next(tmp_path.glob(f"*/{lost.slot}-{lost.generation}"))
     os.truncate(path, 4999)
-    fault = f"block {lost.slot} generation {lost.generation}: its file of 5000 bytes in {path.parent} is gone or cut"
+    block = f"block {lost.slot} generation {lost.generation}"
+    fault = f"{block}: its file of 5000 bytes in {path.parent} is gone, cut or replaced"
     assert spilling.fsck() == [fault]
     assert [row["faults"] for row in commands.fsck(spilling.address)] == [[fault]]
     spilling.free([whole, lost])

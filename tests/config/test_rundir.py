@@ -42,8 +42,20 @@ def test_a_directory_that_cannot_be_made_is_a_fault_of_the_configuration(tmp_pat
 def test_clean_removes_what_a_run_writes_and_nothing_else(tmp_path):
     (tmp_path / "notes.txt").touch()
     checkpoint(tmp_path, 3)
+    RunDir(tmp_path, 1).write_record({"status": "failed"})
     open_run_dir(tmp_path, clean=True).open_logs()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "notes.txt"]
+
+
+@pytest.mark.parametrize("record", [None, "{", "[]", '{"mine": 1}'])
+def test_clean_leaves_what_no_run_has_written(tmp_path, record):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "precious").touch()
+    if record is not None:
+        (tmp_path / "run.json").write_text(record)
+    with pytest.raises(ConfigError, match=r"weights, but no run\.json of a run: --clean leaves them alone"):
+        open_run_dir(tmp_path, clean=True)
+    assert (tmp_path / "weights" / "precious").exists()
 
 
 def test_resume_keeps_weights_up_to_the_checkpoint_and_makes_the_next_attempt(tmp_path):

@@ -10,7 +10,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from shmrl.env import client as clients
 from shmrl.env import protocol
+from shmrl.env import server as servers
 from shmrl.env.client import EnvClient
 from shmrl.errors import ServerDied
 from shmrl.types import Task
@@ -130,3 +132,27 @@ async def test_a_client_whose_connection_breaks_again_and_again_can_be_closed():
         for _ in range(TIMES):
             await asyncio.wait_for(hung_up.acquire(), 10)
         await client.close()
+
+
+async def test_a_reply_that_is_too_long_ends_the_connection_unread(monkeypatch):
+    monkeypatch.setattr(clients, "MAX_MESSAGE", 1000)
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    client = EnvClient(f"tcp://127.0.0.1:{port}")
+    connecting = asyncio.create_task(client.connect(10))
+    peer, number, _, _ = await router.recv_multipart()
+    await router.send_multipart([peer, number, pack({"success": True, "noise": bytes(2000)})])
+    with pytest.raises(ServerDied, match="its connection broke"):
+        await connecting
+    router.close(0)
+    context.term()
+
+
+async def test_a_request_that_is_too_long_ends_the_connection_and_the_server_goes_on(arena, monkeypatch):
+    monkeypatch.setattr(servers, "MAX_MESSAGE", 1000)
+    async with serving(server_config(arena.address, ECHO)) as (client, server):
+        async with EnvClient(server.address) as other:
+            with pytest.raises(ServerDied, match="its connection broke"):
+                await other._call("health", {"noise": bytes(2000)})
+        assert (await client.health())["alive"]

@@ -39,6 +39,15 @@ async def test_a_killed_worker_fails_its_requests_and_is_replaced(hosted, spec, 
         assert arena.stats()["blocks"] == 0
 
 
+async def test_a_worker_that_speaks_no_frames_is_killed_and_replaced(hosted):
+    async with hosted(ENVS + "Echo") as (client, server):
+        (worker,) = server._pool._workers.values()
+        worker.link._reader.feed_data(b"\xff" * 4)
+        await until(lambda: server._pool.restarts == 1)
+        assert worker.process.returncode == -signal.SIGKILL
+        assert (await client.health())["alive"]
+
+
 async def test_a_worker_that_dies_at_start_ends_the_server_with_its_words(arena):
     config = server_config(arena.address, ENVS + "DyingAtStart", serve={"restart_budget": 2})
     server = EnvServer(config.env.id, config=config)

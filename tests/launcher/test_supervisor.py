@@ -195,12 +195,13 @@ def test_second_ctrl_c_stops_at_once(launch):
     assert (code, "reason='stopped by Ctrl-C; continue" in output) == (130, True), output
 
 
-def test_sigterm_stops_with_143(launch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_with_its_number(launch, number):
     launcher = launch(server("env"), server("orchestrator", "fd"))
     launcher.pid("orchestrator"), launcher.pid("env")
-    launcher.process.terminate()
+    launcher.process.send_signal(number)
     code, output = launcher.finish()
-    assert (code, "stopped by SIGTERM" in output) == (143, True), output
+    assert (code, f"stopped by {number.name}" in output) == (128 + number, True), output
 
 
 def test_kill_of_the_launcher_leaves_nothing(launch, tmp_path):

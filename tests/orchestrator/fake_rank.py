@@ -25,18 +25,19 @@ def main(file, rank, step):
     def say(**message):
         socket.send(wire.pack(message))
 
-    say(
-        kind="hello",
-        rank=rank,
-        world=tree.trainer.ranks,
-        token=read_token(tree.arena),
-        step=step,
-        phase="saved" if step else "new",
-        report=None,
-        sender=None,
-    )
     state = {}
     with Arena.attach(tree.arena.address, reader=rank) as arena:
+        say(
+            kind="hello",
+            rank=rank,
+            world=tree.trainer.ranks,
+            token=read_token(tree.arena),
+            origin=arena.origin,
+            step=step,
+            phase="saved" if step else "new",
+            report=None,
+            sender=None,
+        )
         while (message := wire.unpack(socket.recv()))["kind"] != "finish":
             kind = message["kind"]
             if kind == "begin":

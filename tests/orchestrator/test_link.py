@@ -26,8 +26,8 @@ class Rank:
     async def say(self, **message):
         await self.socket.send(wire.pack(message))
 
-    async def hello(self, rank, world=1, token=TOKEN, step=0, phase="new", report=None, sender=None):
-        stands = {"step": step, "phase": phase, "report": report, "sender": sender}
+    async def hello(self, rank, world=1, token=TOKEN, step=0, phase="new", report=None, sender=None, origin="1f2e"):
+        stands = {"step": step, "phase": phase, "report": report, "sender": sender, "origin": origin}
         await self.say(kind="hello", rank=rank, world=world, token=token, **stands)
 
     async def hear(self):
@@ -43,9 +43,9 @@ async def link_of(tmp_path):
     """`link_of(num_ranks)` -> a link and a function that connects a rank to it."""
     links, ranks = [], []
 
-    def build(num_ranks, token=TOKEN, returning=False):
+    def build(num_ranks, token=TOKEN, **more):
         address = f"ipc://{tmp_path}/sockets/trainer.sock"
-        link = TrainerLink(address, num_ranks, token, ShippedSteps(tmp_path / "steps"), returning=returning)
+        link = TrainerLink(address, num_ranks, token, ShippedSteps(tmp_path / "steps"), **more)
         links.append(link)
 
         def connect():
@@ -115,6 +115,28 @@ async def test_a_wrong_token_a_stranger_and_noise_change_nothing(link_of):
     await rank.say(kind="published", version=float("inf"), path="/never")
     await rank.say(kind="published", version=1, path="/good")
     assert await link.published(1) == "/good"
+
+
+async def test_a_message_that_is_too_long_is_not_taken(link_of, monkeypatch):
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 1000)
+    link, connect = link_of(1)
+    noisy, rank = connect(), connect()
+    ended = noisy.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    await noisy.socket.send(bytes(2000))
+    assert await ended.poll(10_000)
+    noisy.socket.disable_monitor()
+    ended.close(0)
+    await rank.hello(0)
+    await link.hellos(10)
+
+
+async def test_where_shared_memory_is_required_a_rank_of_another_arena_is_refused_at_its_hello(link_of):
+    link, connect = link_of(2, shares="1f2e")
+    near, far = connect(), connect()
+    await near.hello(0, world=2)
+    await far.hello(1, world=2, origin="5ec2")
+    with pytest.raises(RunError, match=r"rank 1 is in arena 5ec2, the run's blocks are in 1f2e, .*'required' allows"):
+        await link.hellos(10)
 
 
 async def test_ranks_that_never_came_are_named(link_of):

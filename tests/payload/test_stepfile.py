@@ -1,11 +1,15 @@
 """A step's file assembles to the very arrays that its arena gave, and says so when it cannot."""
 
+import msgpack
 import numpy as np
 import pytest
 
-from shmrl.errors import ChecksumError, LostPayload, PayloadError, RunError
+from shmrl.arena import crc32c
+from shmrl.errors import ChecksumError, LostPayload, PayloadError, RunError, ShmrlError
 from shmrl.payload import assemble, encode
-from shmrl.payload.stepfile import StepFile, write
+from shmrl.payload.header import align
+from shmrl.payload.replay import assembled, show
+from shmrl.payload.stepfile import _PREFIX, StepFile, write
 from shmrl.types import MicroBatch
 from tests.payload.branches import make
 
@@ -106,3 +110,76 @@ def test_a_missing_file_and_a_foreign_block_are_named(file, arena):
     other = encode(arena, make(9, 3), "run/a/g/1")
     with StepFile(file) as opened, pytest.raises(LostPayload, match=r"Handle\(.*\) is not in .*step.shmrl"):
         opened.get(other.handles[0])
+
+
+def with_index(path, change):
+    """The file again, with another index that matches its checksum."""
+    whole = path.read_bytes()
+    *head, _, size, _ = _PREFIX.unpack(whole[: _PREFIX.size])
+    index, blocks = msgpack.unpackb(whole[_PREFIX.size :][:size]), whole[align(_PREFIX.size + size) :]
+    raw = msgpack.packb(change(index))
+    base = align(_PREFIX.size + len(raw))
+    changed = _PREFIX.pack(*head, crc32c(raw), len(raw), base + len(blocks)) + raw
+    other = path.with_name("changed.shmrl")
+    other.write_bytes(changed.ljust(base, b"\0") + blocks)
+    return other
+
+
+def places(value, at=()):
+    """The paths of everything in an index."""
+    yield at
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*at, key))
+
+
+def replaced(index, at, value):
+    if not at:
+        return value
+    index[at[0]] = replaced(index[at[0]], at[1:], value)
+    return index
+
+
+VALUES = [None, -1, 0, 1, 2**31, 2**63 - 1, 2**64 - 1, 1.5, float("nan"), float("inf"), "x", "0" * 100, b"", b"x" * 32]
+VALUES += [[], {}, [[]], [1], [None], True]
+
+
+def test_whatever_an_index_says_is_read_or_refused(file):
+    found, random = [], np.random.default_rng(5)
+    with_index(file, lambda index: found.extend(places(index)) or index)
+    refused = 0
+    for _ in range(400):
+        at, value = found[random.integers(len(found))], VALUES[random.integers(len(VALUES))]
+        changed = with_index(file, lambda index: replaced(index, at, value))  # noqa: B023
+        try:
+            show(changed)
+            assembled(changed)
+        except ShmrlError:
+            refused += 1
+    assert 0 < refused < 400
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda batch: batch[0].__setitem__(1, 2**31), r"padding is 2147483648, not a number from 0 to [\d,]+"),
+        (lambda batch: batch[1][1][0].__setitem__(1, 2**31), "a dimension of routing is 2147483648, not a number"),
+        (lambda batch: batch[1][1][0].__setitem__(slice(1, 3), [60_000] * 2), "the elements of a row of routing is"),
+        (lambda batch: batch[0].__setitem__(1, 1 << 27), "elements of routing in 134,217,728 positions of padding is"),
+    ],
+)
+def test_sizes_that_no_run_has_are_refused_before_anything_is_allocated(file, change, said):
+    def dummy(index):
+        (references,) = (wire for rank, number, wire in index["micro_batches"] if (rank, number) == (1, 1))
+        change([references[0][0], references[1]])
+        return index
+
+    with pytest.raises(PayloadError, match=said):
+        StepFile(with_index(file, dummy))
+
+
+def test_a_block_that_is_not_in_the_file_is_refused(file):
+    for column, value in ((1, 1 << 40), (1, -64), (2, 1 << 40)):
+        changed = with_index(file, lambda index: replaced(index, ("blocks", 0, column), value))  # noqa: B023
+        with pytest.raises(PayloadError, match=r"not a number from 0 to -?[\d,]+"):
+            StepFile(changed)

@@ -102,3 +102,22 @@ def test_a_supervised_rank_waits_for_an_orchestrator_that_is_started_again(addre
     assert received == [{"kind": "finish"}]
     link.close()
     unbind(context, socket)
+
+
+def test_a_message_that_is_too_long_ends_the_connection_and_the_rank_says_hello_again(address, monkeypatch):
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 1000)
+    link, received = OrchestratorLink(address, lambda: {"kind": "hello"}, patience_s=30), []
+    reader = threading.Thread(target=lambda: received.append(link.receive()))
+    reader.start()
+    context, socket = bind(address)
+    try:
+        identity, _ = socket.recv_multipart()
+        socket.send_multipart([identity, bytes(2000)])
+        again, raw = socket.recv_multipart()
+        assert wire.unpack(raw) == {"kind": "hello"}
+        socket.send_multipart([again, wire.pack({"kind": "finish"})])
+        reader.join(timeout=20)
+        assert received == [{"kind": "finish"}]
+    finally:
+        link.close()
+        unbind(context, socket)

@@ -43,6 +43,17 @@ FIRST_UID, UIDS = 0x7000_0000, 1 << 28
 """Uids for root's sandboxes: above those of people, containers and services (systemd's table of uids)."""
 OVERHEAD = 32 << 20
 """Memory of bwrap and `init.py`, which a memory cgroup counts."""
+LARGEST = {
+    "wall_s": 1_000_000,  # poll() takes milliseconds as an int
+    "cpu_s": 1_000_000,
+    "memory": 1 << 60,
+    "processes": 4_000_000,  # pids.max: below 1 << 22
+    "file_size": 1 << 60,
+    "tmp": 1 << 60,
+}
+"""Of each limit. The hard limits of the machine may be lower still."""
+ORDER_MOST = 128 << 10
+"""Bytes of one argument, which Linux takes less than."""
 INIT = "/run/shmrl/init.py"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
@@ -63,6 +74,7 @@ class Limits:
         memory: address space of each process; with a memory cgroup also what all of them use together, /tmp included.
         processes: processes and threads at a time. file_size: of one file, and of stdout and stderr each.
         tmp: all of /tmp.
+    Raises ConfigError for a limit that the kernel cannot hold.
     """
 
     wall_s: float = 10.0
@@ -71,6 +83,14 @@ class Limits:
     processes: int = 32
     file_size: int = 16 << 20
     tmp: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        for name, most in LARGEST.items():
+            value = getattr(self, name)
+            kind = (int, float) if name == "wall_s" else int
+            if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value <= most:
+                what = "a number" if name == "wall_s" else "a whole number"
+                raise ConfigError(f"a sandbox's limit {name} = {value!r}: it is {what} above 0, at most {most:,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +175,12 @@ class Sandbox:
         )
 
     def python(self, source: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
-        """Run Python source with this interpreter and the packages of its environment."""
+        """Run Python source with this interpreter and the packages of its environment.
+
+        What UTF-8 cannot hold, a lone surrogate, goes in as it is: Python calls such a source a SyntaxError.
+        """
         program = "/tmp/program.py"
-        return self.run([sys.executable, "-I", program], stdin, {program: source.encode()}, limits)
+        return self.run([sys.executable, "-I", program], stdin, {program: _bytes(source)}, limits)
 
     def run(
         self,
@@ -172,9 +195,12 @@ class Sandbox:
         Raises EnvError if the program did not start; everything that it does itself is an Outcome.
         """
         limits = limits or self.limits
+        order = self._order(argv, limits)
+        if len(order) >= ORDER_MOST:
+            raise EnvError(f"the program did not start: {len(order):,} B of arguments, {ORDER_MOST:,} are too many")
         began = time.monotonic()
         with ExitStack() as stack:
-            given = stack.enter_context(_memory_file(stdin.encode()))
+            given = stack.enter_context(_memory_file(_bytes(stdin)))
             out, err, report = (stack.enter_context(_memory_file()) for _ in range(3))
             inside = {INIT: self._init, **(files or {})}
             sources = {path: stack.enter_context(_memory_file(content)) for path, content in inside.items()}
@@ -182,7 +208,7 @@ class Sandbox:
             group = stack.enter_context(cgroups.Group(self._cgroups, room, limits.processes + 2))  # bwrap, init
             info, info_inside = os.pipe()
             stack.callback(os.close, info)
-            command = [*self._command(sources, info_inside, limits), str(report), self._order(argv, limits)]
+            command = [*self._command(sources, info_inside, limits), str(report), order]
             try:
                 process = subprocess.Popen(
                     _entering(group.procs) + command,
@@ -310,6 +336,10 @@ def _kernel() -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------- from start to end
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
 
 
 @contextmanager

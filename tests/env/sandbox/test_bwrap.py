@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from shmrl.env.sandbox import Limits, Sandbox, cgroups, problem
+from shmrl.env.sandbox.bwrap import LARGEST
 from shmrl.errors import ConfigError, EnvError
 from tests.env.conftest import until
 
@@ -89,6 +90,30 @@ def test_a_program_gets_its_input_and_its_output_comes_back(box):
     outcome = box.python("import sys; print(sys.stdin.read()[::-1]); print('b', file=sys.stderr); sys.exit(3)", "äbc")
     assert (outcome.code, outcome.stdout, outcome.stderr, outcome.limit, outcome.ok) == (3, "cbä\n", "b\n", None, False)
     assert box.python("print(7)").ok
+
+
+def test_text_that_utf8_cannot_hold_goes_in_as_it_is(box):
+    outcome = box.python("print('\ud800')")
+    assert (outcome.code, "SyntaxError" in outcome.stderr) == (1, True)
+    assert box.python("import sys; print(sys.stdin.buffer.read())", "a\udc80").stdout == "b'a\\xed\\xb2\\x80'\n"
+
+
+def test_arguments_that_are_too_long_are_told_with_their_size(box):
+    with pytest.raises(EnvError, match=r"did not start: 20\d,\d+ B of arguments, 131,072 are too many"):
+        box.run([sys.executable, "x" * 200_000])
+
+
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), 1 << 63, "1", None, True])
+def test_limits_that_cannot_be_are_refused(value):
+    for name in Limits.__dataclass_fields__:
+        with pytest.raises(ConfigError, match=rf"limit {name} = {value!r}: it is a.* number above 0, at most [\d,]+"):
+            Limits(**{name: value})
+    with pytest.raises(ConfigError, match=r"limit memory = 1\.5: it is a whole number"):
+        Limits(memory=1.5)
+
+
+def test_the_largest_limits_can_be_set(box):
+    assert box.python("print(1)", limits=Limits(**{**LARGEST, "processes": 32})).ok
 
 
 ENDS = {

@@ -133,3 +133,24 @@ def test_an_engine_that_never_comes_is_given_up(sender, published, receivers, mo
             engine.result(60)
     sender._store.set_timeout(broadcast.TIMEOUT)
     assert [len(taken(engine)) for engine in receivers(sender, "second", directory)] == [1, 1]
+
+
+def test_an_engine_killed_while_it_asks_is_skipped_and_holds_up_no_close(sender, published, receivers, monkeypatch):
+    monkeypatch.setattr(broadcast, "HOLE_S", 0.1)
+    broadcast._store("127.0.0.1", sender.port).add("asked", 1)  # and never sets ask/1
+    directory = published("step_1", a=1000)
+    assert [len(taken(engine)) for engine in receivers(sender, "first", directory)] == [1, 1]
+    monkeypatch.setattr(broadcast, "HOLE_S", 1e9)
+    broadcast._store("127.0.0.1", sender.port).add("asked", 1)
+    sender.close()
+    assert not sender._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "said", ["{}", "[]", "null", "no json", '{"name": "a", "path": "/", "host": "h", "world": "x"}']
+)
+def test_an_ask_that_is_none_is_logged_and_the_next_one_works(sender, published, receivers, caplog, said):
+    store = broadcast._store("127.0.0.1", sender.port)
+    store.set(f"ask/{store.add('asked', 1)}", said)
+    assert len(taken(receivers(sender, "first", published("step_1", a=10), engines=1)[0])) == 1
+    assert "ask 1 for weights is none" in caplog.text

@@ -8,7 +8,7 @@ CUDA, else gloo.
 
 Rank 0 serves a TCPStore; the rest is keys under the transfer's own name, in this order:
 
-    asked, ask/<n>   the first engine's, once per transfer: {name, path, host, world}; null ends the thread
+    asked, ask/<n>   the first engine's, once per transfer: {name, path, host, world}
     files            rank 0's: [[file name, bytes], ...]
     ready/<rank>     each engine's, once it has room for all of them: {device, error}
     go               rank 0's: {backend, error}; an error ends the transfer everywhere, before the first byte
@@ -26,6 +26,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,7 +41,9 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(seconds=120)  # until a member that does not answer is given up; every chunk starts it anew
 CHUNK = 64 << 20
-_ALWAYS = timedelta(days=3650)
+_LOOK = timedelta(seconds=0.2)  # how often rank 0 looks whether it is to end
+HOLE_S = 10.0  # between an engine's two writes of one ask, until it counts as dead
+_ASK = {"name": str, "path": str, "host": str, "world": int}
 _FAULTS = (RuntimeError, OSError, ValueError)  # torch's own are RuntimeErrors
 
 
@@ -54,19 +57,43 @@ class Sender:
         self._device = device
         self._store = _store("127.0.0.1", 0, serves=True)
         self.port: int = self._store.port
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         for number in itertools.count(1):
-            self._store.wait([f"ask/{number}"], _ALWAYS)
-            wanted = json.loads(self._store.get(f"ask/{number}"))
-            if wanted is None:
+            if self._comes(number):
+                self._transfer(number)
+            elif self._closing.is_set():
                 return
-            try:
-                self._send(PrefixStore(wanted["name"], self._store), wanted)
-            except _FAULTS as error:
-                log.warning("the weights in %s did not reach every engine: %s", wanted["path"], str(error))
+
+    def _comes(self, number: int) -> bool:
+        """Wait for an ask; False at close, and for one whose engine died between its two writes."""
+        counted: float | None = None
+        while not self._closing.is_set():
+            with contextlib.suppress(RuntimeError):  # not yet
+                self._store.wait([f"ask/{number}"], _LOOK)
+                return True
+            if self._store.add("asked", 0) < number:
+                continue
+            counted = counted or time.monotonic()
+            if time.monotonic() - counted > HOLE_S:
+                log.warning("ask %d for weights was begun and never came: it is skipped", number)
+                return False
+        return False
+
+    def _transfer(self, number: int) -> None:
+        try:
+            asked = json.loads(self._store.get(f"ask/{number}"))
+            wanted = {key: kind(asked[key]) for key, kind in _ASK.items()}
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("ask %d for weights is none: %r", number, error)
+            return
+        try:
+            self._send(PrefixStore(wanted["name"], self._store), wanted)
+        except _FAULTS as error:
+            log.warning("the weights in %s did not reach every engine: %s", wanted["path"], str(error))
 
     def _send(self, store: Any, wanted: dict[str, Any]) -> None:
         world = wanted["world"]
@@ -89,7 +116,7 @@ class Sender:
 
     def close(self) -> None:
         """End the thread, after the transfer that it is in, and let the port go."""
-        ask("127.0.0.1", self.port, None)
+        self._closing.set()
         self._thread.join()
         self._store = None
 
