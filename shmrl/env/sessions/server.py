@@ -223,7 +223,7 @@ class SessionServer:
             for task in awaited:
                 task.cancel()
             await asyncio.gather(*awaited, return_exceptions=True)
-        return self._ready.is_set()
+        return self._ready.is_set() and not _left(request)
 
     async def _constant(self, request: web.Request) -> web.Response:
         if not await self._until_ready(request):
@@ -344,8 +344,12 @@ def _json(value: Any, status: int = 200) -> web.Response:
 
 async def _gone(request: web.Request) -> None:
     """Returns when nobody waits for the answer any more."""
-    while request.transport is not None and not request.transport.is_closing():  # noqa: ASYNC110
+    while not _left(request):  # noqa: ASYNC110
         await asyncio.sleep(GONE_S)
+
+
+def _left(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
 
 
 def _keep_alive(request: web.Request) -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 from pathlib import Path
 
 import aiohttp
@@ -12,11 +13,15 @@ import psutil
 import pytest
 
 from shmrl.env.sessions import processes
+from shmrl.env.sessions import server as serving
 from shmrl.env.sessions.server import SessionServer
 from shmrl.errors import ConfigError, PortInUse, TasksetError, WorkerDied
 from tests.env.conftest import until
 from tests.env.sessions.conftest import ENVS, Client, serving_sessions, session_config
 from tests.env.test_server import alive
+
+TCP_REPAIR = 19
+"""An option of linux/tcp.h, which Python does not name."""
 
 
 async def test_two_hundred_racing_clients_and_sixteen_places(sessions):
@@ -75,6 +80,44 @@ async def test_a_client_that_vanishes_in_a_step_of_a_minute(sessions, how):
         socket.vanish(how)
         await client.free(timeout_s=1.0)
         assert not alive(process)
+
+
+async def test_a_client_behind_a_cut_cable_frees_its_place(sessions, monkeypatch):
+    """Its socket ends without a packet, as only root can have it: nothing but the kernel's probes can tell."""
+    monkeypatch.setattr(serving, "KEEPALIVE", {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 1})
+    async with sessions("TextEcho", max_concurrent_envs=1) as client:
+        cut = await client.open()
+        await cut.ask("reset", {})
+        end = cut.ws._response.connection.transport.get_extra_info("socket")
+        try:
+            end.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+        except PermissionError:
+            pytest.skip("TCP_REPAIR needs CAP_NET_ADMIN")
+        await until(lambda: _timer(client, cut)[0] == PROBING)  # all that was sent has arrived
+        cut.vanish()
+        await client.free(timeout_s=20)
+        assert client.server.facts()["active_sessions"] == 0
+
+
+async def test_the_kernel_asks_after_half_a_minute_whether_a_client_is_there(sessions):
+    async with sessions("TextEcho") as client:
+        one = await client.open()
+        await one.ask("reset", {})
+        await until(lambda: _timer(client, one)[0] == PROBING)
+        assert 0 < _timer(client, one)[1] <= 30
+
+
+PROBING = "02"
+
+
+def _timer(client, of):
+    """What the kernel's next timer is for on the server's end of a socket, and in how many seconds it is due."""
+    theirs = of.ws._response.connection.transport.get_extra_info("socket")
+    ends = [f":{port:04X}" for port in (theirs.getpeername()[1], theirs.getsockname()[1])]
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    (timer,) = [line[5] for line in lines if [line[1][-5:], line[2][-5:]] == ends]
+    kind, _, ticks = timer.partition(":")
+    return kind, int(ticks, 16) / os.sysconf("SC_CLK_TCK")
 
 
 async def test_a_hung_step_ends_at_its_deadline_and_nobody_else_notices(sessions):
