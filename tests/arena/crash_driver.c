@@ -277,9 +277,9 @@ static void fork_detaches(void) {
         srl_live live;
         claim(&a, &live);
         srl_live_watch_forks(&live);
-        grandchild = fork();
-        if (!grandchild)
+        if (fork())
             pause();
+        grandchild = getpid(); /* says so itself: it has detached when fork() returns in it */
         if (write(pipes[1], &grandchild, sizeof grandchild) < 0)
             abort();
         pause();

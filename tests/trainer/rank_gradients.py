@@ -76,7 +76,7 @@ def resume(tree, ranks, arena, micro_batches):
     for step in (1, 2):
         stepper.run(step, micro_batches, lr=LR)
     saved = {name: value.clone() for name, value in full_state(policy.lm).items()}
-    checkpoint.save(tree, ranks, 2, policy, saved, stepper.optimizer, {}, tree.initial_weights)
+    checkpoint.save(tree, ranks, 2, policy, saved, stepper.optimizer, {}, tree.initial_weights, {})
     stepper.run(3, micro_batches, lr=LR)
     straight = full_state(policy.lm)
     again, fresh = start(tree, ranks, arena, adam)

@@ -55,7 +55,7 @@ def test_what_is_published_is_merged(trained, model_dir):
 
 def test_a_checkpoint_brings_adapters_and_optimizer_back(trained, model_dir):
     tree, ranks, policy, optimizer = trained
-    checkpoint.save(tree, ranks, 1, policy, full_state(policy.lm), optimizer, {}, model_dir)
+    checkpoint.save(tree, ranks, 1, policy, full_state(policy.lm), optimizer, {}, model_dir, {})
     again = load_policy(tree, model_dir, ranks.device)
     fresh = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=0.1)
     checkpoint.restore(tree, ranks, 1, again, fresh)
