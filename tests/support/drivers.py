@@ -1,0 +1,17 @@
+"""Programs in C that check a part of the core against plain loops, built as this machine and as lesser ones have it."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MACHINES = [["-O3"], ["-O3", "-DSRL_NO_AVX512"], ["-O3", "-DSRL_PORTABLE"], ["-O1", "-fsanitize=address,undefined"]]
+
+
+def check(driver, parts, flags, tmp_path):
+    """Builds `driver` with files of csrc and flags of MACHINES, runs it, and expects its "ok"."""
+    sources = [driver, *(ROOT / "csrc" / part for part in parts)]
+    warnings = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"]
+    command = ["gcc", "-std=c11", "-D_GNU_SOURCE", *warnings, *flags, f"-I{ROOT / 'csrc'}", "-o", tmp_path / "driver"]
+    subprocess.run([*command, *sources], check=True)
+    done = subprocess.run([tmp_path / "driver"], capture_output=True, text=True, timeout=60)
+    assert (done.stdout + done.stderr, done.returncode) == ("ok\n", 0)
