@@ -93,5 +93,5 @@ async def test_a_refused_client_that_is_gone_already_is_no_error(sessions, caplo
             for _ in range(20):
                 (await client.open()).vanish()
             await client.get("/health")
-        assert {record.levelname for record in caplog.records} == {"WARNING"}
+        assert {record.levelname for record in caplog.records} <= {"WARNING"}  # of refusals; no error, no traceback
         assert all("refused" in record.message for record in caplog.records)
