@@ -53,7 +53,9 @@ ARENA = [str(path) for path in sorted(Path("csrc").glob("arena_*.c"))] + [
 ]
 if CRASH_POINTS:
     ARENA.append("tests/arena/crash_points.c")
-PAYLOAD = [str(path) for path in sorted(Path("csrc").glob("payload_*.c"))]
+ANSWERS = ["csrc/payload_answers.c", "csrc/payload_json.c"]
+PAYLOAD = [str(path) for path in sorted(Path("csrc").glob("payload_*.c")) if str(path) not in ANSWERS]
+PAYLOAD += ["csrc/avx512.c", "csrc/copy.c", "csrc/crc32c.c"]
 
 setup(
     ext_modules=cythonize(
@@ -62,6 +64,7 @@ setup(
             extension("shmrl.arena._ctl", "shmrl/arena/_ctl.pyx", ARENA),
             extension("shmrl.arena._dlpack", "shmrl/arena/_dlpack.pyx", []),
             extension("shmrl.payload._payload", "shmrl/payload/_payload.pyx", PAYLOAD),
+            extension("shmrl.payload._answers", "shmrl/payload/_answers.pyx", ANSWERS),
         ],
         language_level=3,
     ),

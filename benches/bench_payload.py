@@ -11,6 +11,7 @@ import base64
 import hashlib
 import http.client
 import io
+import json
 import multiprocessing
 from multiprocessing import shared_memory
 
@@ -19,6 +20,7 @@ import pytest
 
 from benches.peers.http_server import serve
 from shmrl.arena import Arena
+from shmrl.inference import answers
 from shmrl.payload import Branch, Routing, assemble, encode, pack, sample_from_wire, sample_to_wire
 from shmrl.payload.forms import engine_rows, routed_experts
 from shmrl.types import Handle
@@ -28,10 +30,11 @@ SAMPLES, SEQ_LEN = 12, 8192
 TAG = "bench/source/group/episode"
 
 
-def branch(seed):
-    """1,000 to 4,000 tokens, three quarters of them sampled; mask sizes as published: median 2, mean ~8, p99 ~82."""
+def branch(seed, T=None):
+    """T tokens, 1,000 to 4,000 if it is not said, three quarters of them sampled; mask sizes as published: median 2,
+    mean ~8, p99 ~82."""
     rng = np.random.default_rng(seed)
-    T = int(rng.integers(1_000, 4_001))
+    T = T or int(rng.integers(1_000, 4_001))
     tokens = rng.integers(0, 150_000, T)
     loss = np.arange(T) >= T // 4
     S = int(loss.sum())
@@ -176,6 +179,27 @@ def test_an_answer_becomes_a_block(benchmark, arena, way):
 
     benchmark.group = "an answer's routing"
     benchmark.pedantic(run, teardown=lambda: arena.free([handles.pop()]), rounds=50, warmup_rounds=3)
+
+
+@pytest.mark.parametrize("way", ["in C", "by a JSON library", "json.loads alone"])
+def test_an_answer_is_read(benchmark, monkeypatch, way):
+    """8 MB of JSON, 1,000 tokens with heads of 128 and kept sets of 200, as vLLM 0.32 sends them -> arrays."""
+    random, n = np.random.default_rng(0), 1_000
+    ids = random.integers(0, 150_000, (n, HEAD)).tolist()
+    values = random.uniform(-20, 0, (n, HEAD)).astype(np.float32).tolist()
+    tops = [[{"token_id": t, "logprob": v} for t, v in zip(*row, strict=True)] for row in zip(ids, values, strict=True)]
+    choice = {"token_ids": [row[0] for row in ids], "finish_reason": "length"}
+    choice |= {"sampling_mask": random.integers(0, 150_000, (n, 200)).tolist()}
+    choice |= {"logprobs": {"content": [{**top[0], "top_logprobs": top} for top in tops]}}
+    text = json.dumps({"choices": [choice]}, separators=(",", ":")).encode()
+    if way == "by a JSON library":
+        monkeypatch.setattr(answers, "_split", lambda *_, **__: None)
+    read = {"json.loads alone": lambda: json.loads(text)}.get(
+        way, lambda: answers.read_generation(text, "engine", {"logprobs": HEAD}, HEAD)
+    )
+    benchmark.group = "an answer's heads and masks"
+    benchmark.extra_info["MB"] = len(text) / 1e6
+    benchmark.pedantic(read, rounds=20, warmup_rounds=2)
 
 
 def test_check(benchmark):

@@ -25,11 +25,12 @@ static unsigned cells_of(unsigned cls) {
     return SRL_PAGE / srl_cell_nbytes(cls);
 }
 
+/* The least class whose cells have n bytes: four per doubling, all multiples of 64 bytes. */
 static unsigned cell_class(uint64_t n) {
-    unsigned cls = 0;
-    while (srl_cell_nbytes(cls) < n)
-        cls++;
-    return cls;
+    if (n <= srl_cell_nbytes(0))
+        return 0;
+    unsigned above = (unsigned)(n - 1) / 64, doubling = 29 - (unsigned)__builtin_clz(above);
+    return 4 * doubling + (above >> doubling) - 3;
 }
 
 uint64_t srl_span_nbytes(uint64_t total) {

@@ -49,7 +49,7 @@ static void free_locked(srl_arena *a, srl_block *b, uint64_t w) {
 }
 
 void srl_drain(srl_arena *a) {
-    if (!srl_swap_sc(&a->h->pending_hint, 0))
+    if (!srl_load_sc(&a->h->pending_hint) || !srl_swap_sc(&a->h->pending_hint, 0))
         return;
     for (uint64_t i = 0; i < (srl_table_used(a) + 63) / 64; i++) {
         uint64_t bits = srl_load_relaxed(a->pending + i) ? srl_swap_sc(a->pending + i, 0) : 0;
@@ -134,7 +134,9 @@ static void describe(srl_block *b, const srl_request *r, uint64_t span) {
     srl_store32_relaxed(&b->crc, 0);
     srl_store32_relaxed(&b->share, r->share);
     for (int i = 0; i < 4; i++)
-        srl_and_sc(b->done + i, 0);
+        if (srl_load_relaxed(b->done +
+                             i)) /* nobody sets one without a hold, and a free descriptor has no holder */
+            srl_and_sc(b->done + i, 0);
 }
 
 static int take_space(srl_arena *a, srl_request *r, uint64_t span) {

@@ -51,7 +51,7 @@ typedef struct {
     bool corrupt;          /* under the lock: an index in ctl led nowhere; this process reserves no more */
     srl_page nowhere;      /* where such an index leads instead */
     unsigned nonces_left;  /* under the lock: random words not yet used */
-    uint64_t nonces[32];
+    uint64_t nonces[128];
 } srl_arena;
 
 typedef struct {
@@ -178,11 +178,18 @@ uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes);
 /* Continues crc[0..2] over the n bytes at bytes, bytes + block and bytes + 2 * block. */
 void srl_crc_three(uint32_t *crc, const void *bytes, size_t block, size_t n);
 void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out); /* one crc per block */
-bool srl_wide(void); /* the machine has what the next three need */
+/* Copies, with a crc for each `block` bytes; what is large goes around the caches. */
+void srl_copy_blocks(void *to, const void *from, uint64_t nbytes, uint64_t block, uint32_t *crcs);
+void srl_copy_around(void *to, const void *from, uint64_t nbytes); /* the same without */
+bool srl_wide(void);                                             /* the machine has what the next six need */
 void srl_wide_stream(void *to, const void *from, size_t nbytes); /* around the caches; to: aligned to 64 */
 uint32_t srl_wide_crc(uint32_t crc, const void *bytes, size_t nbytes);
-/* Copies -> crc32c; streaming: around the caches, to aligned to 64 then. */
-uint32_t srl_wide_copy(void *to, const void *from, size_t nbytes, bool streaming);
+/* Copies -> crc32c, continued; streaming: around the caches, to aligned to 64 then, and srl_wide_fence() behind it. */
+uint32_t srl_wide_copy(uint32_t crc, void *to, const void *from, size_t nbytes, bool streaming);
+/* Three blocks of a multiple of 512 bytes side by side, around the caches; to: aligned to 64; srl_wide_fence() behind. */
+void srl_wide_stream_three(void *to, const void *from, size_t block);
+void srl_wide_copy_three(void *to, const void *from, size_t block, uint32_t *crcs);
+void srl_wide_fence(void);
 
 /* Of a class of cells: 256 * {1, 1.25, 1.5, 1.75} * 2^k up to 32 KiB; all are multiples of a cache line. */
 static inline uint32_t srl_cell_nbytes(unsigned cls) {

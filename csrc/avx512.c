@@ -15,6 +15,7 @@
 #define LINE   64u
 #define STRIDE (4 * LINE) /* bytes that the four registers take at a time */
 #define AHEAD  1024u      /* bytes that are fetched ahead */
+#define RUN    512u       /* bytes of one block before the next one's turn, where there are three */
 #define WIDE   __attribute__((target("avx512f,avx512vl,avx512dq,vpclmulqdq,pclmul,sse4.2")))
 #define INLINE WIDE __attribute__((always_inline)) static inline
 
@@ -24,6 +25,14 @@ bool srl_wide(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("vpclmulqdq") &&
            __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.2");
+}
+
+/* Three places side by side keep more of memory busy than one. */
+WIDE void srl_wide_stream_three(void *to, const void *from, size_t block) {
+    for (size_t at = 0; at < block; at += RUN)
+        for (size_t run = at; run < 3 * block; run += block)
+            for (size_t i = run; i < run + RUN; i += LINE)
+                _mm512_stream_si512((__m512i *)((char *)to + i), _mm512_loadu_si512((const char *)from + i));
 }
 
 WIDE void srl_wide_stream(void *to, const void *from, size_t nbytes) {
@@ -62,17 +71,19 @@ INLINE __m512i take(char *to, const char *from, enum stores stores) {
     return line;
 }
 
-/* nbytes: a multiple of STRIDE, at least one. */
-INLINE uint32_t fold_all(uint32_t crc, char *to, const char *from, size_t nbytes, enum stores stores) {
-    __m512i a[4];
+/* The first STRIDE of what has this crc before it. */
+INLINE void begin(__m512i a[4], uint32_t crc, char *to, const char *from, enum stores stores) {
     for (size_t i = 0; i < 4; i++)
         a[i] = take(to + LINE * i, from + LINE * i, stores);
     a[0] = _mm512_xor_si512(a[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)~crc)));
-    for (size_t at = STRIDE; at < nbytes; at += STRIDE)
-        for (size_t i = 0; i < 4; i++) {
-            _mm_prefetch(from + at + LINE * i + AHEAD, _MM_HINT_T0);
-            a[i] = fold(a[i], PAST_2048, take(to + at + LINE * i, from + at + LINE * i, stores));
-        }
+}
+
+INLINE void fold_next(__m512i a[4], char *to, const char *from, enum stores stores) {
+    for (size_t i = 0; i < 4; i++)
+        a[i] = fold(a[i], PAST_2048, take(to + LINE * i, from + LINE * i, stores));
+}
+
+INLINE uint32_t end(__m512i a[4]) {
     for (size_t i = 1; i < 4; i++)
         a[i] = fold(a[i - 1], PAST_512, a[i]);
     __m128i x = _mm512_castsi512_si128(a[3]);
@@ -83,6 +94,18 @@ INLINE uint32_t fold_all(uint32_t crc, char *to, const char *from, size_t nbytes
     return ~(uint32_t)_mm_crc32_u64(c, (uint64_t)_mm_extract_epi64(x, 1));
 }
 
+/* nbytes: a multiple of STRIDE, at least one. */
+INLINE uint32_t fold_all(uint32_t crc, char *to, const char *from, size_t nbytes, enum stores stores) {
+    __m512i a[4];
+    begin(a, crc, to, from, stores);
+    for (size_t at = STRIDE; at < nbytes; at += STRIDE) {
+        for (size_t i = 0; i < 4; i++)
+            _mm_prefetch(from + at + LINE * i + AHEAD, _MM_HINT_T0);
+        fold_next(a, to + at, from + at, stores);
+    }
+    return end(a);
+}
+
 WIDE uint32_t srl_wide_crc(uint32_t crc, const void *bytes, size_t nbytes) {
     size_t body = nbytes / STRIDE * STRIDE;
     if (body)
@@ -90,23 +113,43 @@ WIDE uint32_t srl_wide_crc(uint32_t crc, const void *bytes, size_t nbytes) {
     return srl_crc32c(crc, (const char *)bytes + body, nbytes - body);
 }
 
-WIDE uint32_t srl_wide_copy(void *to, const void *from, size_t nbytes, bool streaming) {
+WIDE uint32_t srl_wide_copy(uint32_t crc, void *to, const void *from, size_t nbytes, bool streaming) {
     size_t body = nbytes / STRIDE * STRIDE, rest = nbytes - body;
-    uint32_t crc = 0;
     if (body)
-        crc = streaming ? fold_all(0, to, from, body, STREAMED) : fold_all(0, to, from, body, CACHED);
+        crc = streaming ? fold_all(crc, to, from, body, STREAMED) : fold_all(crc, to, from, body, CACHED);
     memcpy((char *)to + body, (const char *)from + body, rest);
     return srl_crc32c(crc, (const char *)from + body, rest);
+}
+
+WIDE void srl_wide_copy_three(void *to, const void *from, size_t block, uint32_t *crcs) {
+    __m512i a[3][4];
+    char *p = to;
+    const char *q = from;
+    for (size_t i = 0; i < 3; i++)
+        begin(a[i], 0, p + i * block, q + i * block, STREAMED);
+    for (size_t run = 0; run < block; run += RUN)
+        for (size_t i = 0; i < 3; i++)
+            for (size_t at = run ? run : STRIDE; at < run + RUN; at += STRIDE)
+                fold_next(a[i], p + i * block + at, q + i * block + at, STREAMED);
+    for (size_t i = 0; i < 3; i++)
+        crcs[i] = end(a[i]);
+}
+
+void srl_wide_fence(void) {
+    _mm_sfence();
 }
 #else
 bool srl_wide(void) {
     return false;
 }
 void srl_wide_stream(void *to, const void *from, size_t nbytes) {}
+void srl_wide_stream_three(void *to, const void *from, size_t block) {}
+void srl_wide_copy_three(void *to, const void *from, size_t block, uint32_t *crcs) {}
 uint32_t srl_wide_crc(uint32_t crc, const void *bytes, size_t nbytes) {
     return crc;
 }
-uint32_t srl_wide_copy(void *to, const void *from, size_t nbytes, bool streaming) {
-    return 0;
+uint32_t srl_wide_copy(uint32_t crc, void *to, const void *from, size_t nbytes, bool streaming) {
+    return crc;
 }
+void srl_wide_fence(void) {}
 #endif

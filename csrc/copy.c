@@ -1,5 +1,5 @@
-/* Copies into the arena, and the tail of a payload without columns. Runs in whoever writes a block, without
- * the interpreter's lock for large ones.
+/* Copies into the arena and out of it, and the tail of a payload without columns. Runs in whoever writes or gathers a
+ * block, without the interpreter's lock for large ones.
  *
  * From 256 KiB on stores bypass the caches (1.4 to 2 times glibc's memcpy into memory whose reader comes
  * later), unless the caller says that the reader is next (`hot`). SRL_PORTABLE leaves the intrinsics out.
@@ -9,8 +9,6 @@
 
 #define NT_FROM (256u << 10)
 #define RUN     512u /* bytes of one stream before the next one's turn */
-
-_Static_assert(SRL_PAGE % RUN == 0, "a checksum block is a whole number of runs");
 
 static void copy_plain(char *to, const char *from, size_t nbytes) {
     memcpy(to, from, nbytes);
@@ -56,43 +54,69 @@ static void fence(void) {}
 
 typedef void (*copy_fn)(char *to, const char *from, size_t nbytes);
 
-/* Three checksum blocks side by side, run by run: three streams of reads are 10% faster than one, and the
- * checksum needs them anyway. It fetches a run into the first cache and the copy takes it from there; a loop
- * that does both word by word is five times slower where source and destination are at nearly the same place
- * of a page, since loads then wait for the stores. */
-static void copy_three(char *to, const char *from, copy_fn copy, uint32_t *crcs) {
+/* Three blocks side by side, run by run: three streams of reads are 10% faster than one, and the checksum needs
+ * them anyway. It fetches a run into the first cache and the copy takes it from there; a loop that does both word
+ * by word is five times slower where source and destination are at nearly the same place of a page, since loads
+ * then wait for the stores. block: a whole number of runs. */
+static void copy_three(char *to, const char *from, size_t block, copy_fn copy, uint32_t *crcs) {
     if (crcs)
         crcs[0] = crcs[1] = crcs[2] = 0;
-    for (size_t at = 0; at < SRL_PAGE; at += RUN) {
+    for (size_t at = 0; at < block; at += RUN) {
         if (crcs)
-            srl_crc_three(crcs, from + at, SRL_PAGE, RUN);
-        for (size_t block = 0; block < 3 * SRL_PAGE; block += SRL_PAGE)
-            copy(to + block + at, from + block + at, RUN);
+            srl_crc_three(crcs, from + at, block, RUN);
+        for (size_t other = 0; other < 3 * block; other += block)
+            copy(to + other + at, from + other + at, RUN);
     }
 }
 
-/* One pass, one stream: it keeps up with memory. */
-static void copy_wide(char *to, const char *from, size_t nbytes, bool streaming, uint32_t *crcs) {
-    if (!crcs)
-        srl_wide_stream(to, from, nbytes);
-    for (size_t at = 0; crcs && at < nbytes; at += SRL_PAGE)
-        *crcs++ =
-            srl_wide_copy(to + at, from + at, nbytes - at < SRL_PAGE ? nbytes - at : SRL_PAGE, streaming);
+/* One block, or less -> its crc. */
+static uint32_t copy_one(char *to, const char *from, size_t nbytes, bool wide, bool streaming, copy_fn copy) {
+    if (wide)
+        return srl_wide_copy(0, to, from, nbytes, streaming && (size_t)to % 64 == 0);
+    uint32_t crc = srl_crc32c(0, from, nbytes);
+    copy(to, from, nbytes);
+    return crc;
 }
 
-/* What is streamed or has checksum blocks. crcs: one per checksum block, or NULL. */
-static void copy_blocks(char *to, const char *from, size_t nbytes, bool streaming, uint32_t *crcs) {
-    if (srl_wide() && !(streaming && (size_t)to % 64)) {
-        copy_wide(to, from, nbytes, streaming, crcs);
-        return;
-    }
+/* What is streamed or has checksum blocks. crcs: one for each `block` bytes, or NULL: it is streamed then. */
+static void copy_blocks(char *to, const char *from, size_t nbytes, size_t block, bool streaming,
+                        uint32_t *crcs) {
+    bool wide = srl_wide() && !(streaming && (size_t)to % 64);
     copy_fn copy = streaming ? copy_streaming : copy_plain;
     size_t at = 0;
-    for (; nbytes - at >= 3 * SRL_PAGE; at += 3 * SRL_PAGE)
-        copy_three(to + at, from + at, copy, crcs ? crcs + at / SRL_PAGE : NULL);
-    if (crcs)
-        srl_crc_blocks(from + at, nbytes - at, SRL_PAGE, crcs + at / SRL_PAGE);
-    copy(to + at, from + at, nbytes - at);
+    for (; block % RUN == 0 && !(wide && !streaming) && nbytes - at >= 3 * block; at += 3 * block)
+        if (!wide)
+            copy_three(to + at, from + at, block, copy, crcs ? crcs + at / block : NULL);
+        else if (crcs)
+            srl_wide_copy_three(to + at, from + at, block, crcs + at / block);
+        else
+            srl_wide_stream_three(to + at, from + at, block);
+    for (; crcs && at < nbytes; at += block) {
+        size_t n = nbytes - at < block ? nbytes - at : block;
+        crcs[at / block] = copy_one(to + at, from + at, n, wide, streaming, copy);
+    }
+    if (!crcs && wide)
+        srl_wide_stream(to + at, from + at, nbytes - at);
+    else if (!crcs)
+        copy(to + at, from + at, nbytes - at);
+}
+
+void srl_copy_blocks(void *to, const void *from, uint64_t nbytes, uint64_t block, uint32_t *crcs) {
+    bool streaming = streams(nbytes, false);
+    copy_blocks(to, from, nbytes, block, streaming, crcs);
+    if (streaming)
+        fence();
+}
+
+void srl_copy_around(void *to, const void *from, uint64_t nbytes) {
+    if (!streams(nbytes, false)) {
+        memcpy(to, from, nbytes);
+        return;
+    }
+    size_t head = -(size_t)to & 63;
+    memcpy(to, from, head);
+    copy_blocks((char *)to + head, (const char *)from + head, nbytes - head, SRL_PAGE, true, NULL);
+    fence();
 }
 
 static uint32_t crc_count(uint64_t nbytes) {
@@ -112,7 +136,7 @@ uint32_t srl_fill(void *to, const void *from, uint64_t nbytes, bool hot, bool ch
     char *tail = (char *)to + srl_tail_at(nbytes);
     uint32_t *crcs = (uint32_t *)(tail + SRL_TAIL_HEADER);
     if (from && (streaming || blocks))
-        copy_blocks(to, from, nbytes, streaming, blocks ? crcs : NULL);
+        copy_blocks(to, from, nbytes, SRL_PAGE, streaming, blocks ? crcs : NULL);
     else if (from)
         memcpy(to, from, nbytes);
     else if (blocks)

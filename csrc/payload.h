@@ -48,6 +48,23 @@ int srl_check_ids(const void *ids, srl_int_t type, int64_t rows, int64_t k, int6
 /* dst[i] = src[i] for count ids; dst_nbytes (1, 2 or 4) unsigned. The caller has checked that they fit. */
 int srl_narrow(const void *src, srl_int_t type, int64_t count, void *dst, int dst_nbytes);
 
+typedef struct {          /* rows of ids as an engine sent them, and as a block has them */
+    const void *source;   /* the ids, or (base64) the text that they are in */
+    int64_t skip;         /* base64: bytes before the first row */
+    int64_t row_ids, k;   /* ids of a position: some rows of k */
+    int64_t limit;        /* ids are below */
+    int64_t rows_per_crc; /* positions under one checksum */
+    int base64, dst_nbytes;
+    srl_int_t type;
+} srl_rows_t;
+
+/* Positions first .. first + rows of the source to dst: decoded, checked, narrowed to dst_nbytes, copied, and added to
+ * the checksums of the column, in which they lie from `at` on. scratch: srl_rows_scratch bytes; seen: limit words.
+ * -EINVAL: no base64 at character *where; -EDOM, -EEXIST: as srl_check_ids, *where from the first id of `first` on. */
+int srl_store_rows(const srl_rows_t *r, int64_t first, int64_t rows, uint8_t *dst, int64_t at, uint32_t *crcs,
+                   uint8_t *scratch, uint32_t *seen, int64_t *where);
+int64_t srl_rows_scratch(const srl_rows_t *r);
+
 /* The sampled id of each row is among its counts[row] kept ids (a count of 0 restricts nothing).
  * -ENOENT: not in row *where. */
 int srl_check_kept(const int32_t *kept, const int32_t *counts, const int32_t *sampled, int64_t rows,

@@ -1,5 +1,6 @@
 /* payload_gather.c: the one copy of a payload's life, from mapped blocks into the trainer's staging buffer.
  */
+#include "arena_core.h"
 #include "payload.h"
 
 #include <errno.h>
@@ -26,7 +27,7 @@ static int is_valid(const srl_block_t *blocks, int64_t nblocks, const srl_copy_t
 
 static void copy_rows(const uint8_t *src, uint8_t *dst, const srl_copy_t *copy) {
     if (copy->src_stride == copy->row_nbytes && copy->dst_stride == copy->row_nbytes) {
-        memcpy(dst, src, (size_t)(copy->rows * copy->row_nbytes));
+        srl_copy_around(dst, src, (uint64_t)(copy->rows * copy->row_nbytes));
         return;
     }
     for (int64_t row = 0; row < copy->rows; row++)

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+LAYOUT_VERSION = 6  # of an arena: SRL_VERSION in csrc/arena_layout.h; processes of another one are refused
 
 _WHERE = {
     "Arena": "shmrl.arena",

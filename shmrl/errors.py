@@ -17,15 +17,30 @@ class ShmrlError(Exception):
     """Base of everything shmrl raises on purpose."""
 
 
+def told(error: BaseException) -> str:
+    """What a person reads of an error: the message of one of ours, which says all; of any other its type, too.
+
+    Examples: told(RunError("no batch")) == "no batch"; told(KeyError("x")) == "KeyError: 'x'"
+    """
+    text = str(error)
+    if isinstance(error, ShmrlError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 # ---------------------------------------------------------------------------------------------------- configuration
 
 
-class ConfigError(ShmrlError):
-    """The configuration cannot work. `problems` lists every fault found, one line each; the CLI exits with 2."""
+class Faults(ShmrlError):
+    """Several things that are wrong at once: `problems` lists every one that was found, one line each."""
 
     def __init__(self, problems: list[str] | str) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+class ConfigError(Faults):
+    """The configuration cannot work; the CLI exits with 2."""
 
 
 # ------------------------------------------------------------------------------------------------------------ arena
@@ -132,7 +147,10 @@ class NodeError(ShmrlError):
 
 
 class EngineError(ShmrlError):
-    """An inference engine answered with an error, or with something this client cannot read."""
+    """An inference engine answered with an error, or with something this client cannot read. away: the engines that
+    could not be reached at all, by url."""
+
+    away: tuple[str, ...] = ()
 
 
 class EnvError(ShmrlError):
@@ -154,6 +172,10 @@ class ServerDied(EnvError):
 class TasksetError(EnvError):
     """The environment or its task set raised while loading. Carries the remote traceback."""
 
+    @classmethod
+    def of(cls, traceback: str) -> TasksetError:
+        return cls(f"the environment or its task set raised:\n{traceback}")
+
 
 # -------------------------------------------------------------------------------------------------------------- run
 
@@ -162,8 +184,8 @@ class RunError(ShmrlError):
     """The run cannot go on (empty batches, leaked blocks, a peer that vanished)."""
 
 
-class PortInUse(RunError):
-    """A derived or configured port is taken; names the holder where it can be read."""
+class PortInUse(Faults, RunError):
+    """Derived or configured ports are taken; names the holders where they can be read."""
 
 
 class ProcessFailed(RunError):

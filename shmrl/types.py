@@ -215,7 +215,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """An episode's failure as data: the exception's type name, its message, and the causes, oldest last.
+    """An episode's failure as data: the exception's type name, its message, and the causes, oldest last. where: the
+    innermost frame of the environment's own code, if it was raised there.
 
     Example: ErrorInfo(type="EngineError", message="503 from http://...", chain=("ClientError: refused",))
     """
@@ -223,6 +224,11 @@ class ErrorInfo:
     type: str
     message: str
     chain: tuple[str, ...] = ()
+    where: str = ""
+
+    def __str__(self) -> str:
+        """Example: "ValueError: no such word (my_env.py:23, in rollout)" """
+        return f"{self.type}: {self.message}" + (f" ({self.where})" if self.where else "")
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
@@ -230,9 +236,27 @@ class ErrorInfo:
         chain: list[str] = []
         cause = error.__cause__ or error.__context__
         while cause is not None and len(chain) < 8:
-            chain.append(f"{type(cause).__name__}: {cause}")
+            chain.append(f"{type(cause).__name__}: {_said(cause)}")
             cause = cause.__cause__ or cause.__context__
-        return cls(type(error).__name__, str(error), tuple(chain))
+        return cls(type(error).__name__, _said(error), tuple(chain))
+
+    @classmethod
+    def timeout(cls, limit_s: float) -> ErrorInfo:
+        """Of an episode that its deadline ended."""
+        return cls("Timeout", f"no end within {limit_s:g} s (serve.request_timeout_s)")
+
+
+LONGEST_MESSAGE = 64 << 10
+"""Characters of an error's message that travel."""
+
+
+def _said(error: BaseException) -> str:
+    """Its message. Whoever wrote the exception may have its message fail, or be a data set."""
+    try:
+        text = str(error)
+    except Exception as fault:
+        return f"(no message: its __str__ raised {type(fault).__name__})"
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +269,26 @@ class Task:
     id: str
     data: dict[str, Any]
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """How an episode gets on, told while it runs.
+
+    Attributes:
+        phase: "model" (a turn is being generated), "environment" (the turn is there), "scoring" (the rollout has
+            returned), "storing" (its branches go into the arena).
+        episode: which one of a group. turns, tokens: generated so far. messages: new since the delta before; only in
+            evaluation.
+
+    Example: Delta("environment", episode=0, turns=1, tokens=17, messages=({"role": "user", "content": "ab"}, ...))
+    """
+
+    phase: str
+    episode: int = 0
+    turns: int = 0
+    tokens: int = 0
+    messages: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

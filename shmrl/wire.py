@@ -27,7 +27,10 @@ blocks of which arena: {Handle.origin: url}.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgpack
@@ -38,6 +41,8 @@ from shmrl.types import Handle
 HANDLE_EXT = 1
 MAX_MESSAGE = 256 << 20
 """Bytes. Messages are small; this bounds what a broken peer can make the other one allocate, on every socket."""
+PIECE = 64 << 10
+"""Bytes that are decoded in one turn of an event loop: a millisecond or two of small integers."""
 
 _SCALARS = (str, bytes, bool, float, type(None))
 
@@ -60,7 +65,45 @@ def unpack(raw: bytes | memoryview) -> Any:
     try:
         return msgpack.unpackb(raw, raw=False, strict_map_key=False, ext_hook=_ext)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"undecodable message of {len(raw)} bytes: {type(error).__name__}: {error}") from None
+        raise _undecodable(raw, f"{type(error).__name__}: {error}") from None
+
+
+async def unpack_in_turns(raw: bytes) -> Any:
+    """`unpack` in pieces, between which the event loop turns: a thread would keep the interpreter from it all the same.
+    Whoever decodes several messages that must keep their order awaits one before the next."""
+    if len(raw) <= PIECE:
+        return unpack(raw)
+    unpacker = msgpack.Unpacker(raw=False, strict_map_key=False, ext_hook=_ext, max_buffer_size=len(raw))
+    for at in range(0, len(raw), PIECE):
+        try:
+            with _no_collection():
+                unpacker.feed(memoryview(raw)[at : at + PIECE])
+                value = unpacker.unpack()
+        except msgpack.OutOfData:
+            await asyncio.sleep(0)
+        except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
+            raise _undecodable(raw, f"{type(error).__name__}: {error}") from None
+        else:
+            if unpacker.tell() < len(raw):
+                raise _undecodable(raw, f"{len(raw) - unpacker.tell()} bytes behind its end")
+            return value
+    raise _undecodable(raw, "it is not all there")
+
+
+def _undecodable(raw: bytes | memoryview, why: str) -> ProtocolError:
+    return ProtocolError(f"undecodable message of {len(raw)} bytes: {why}")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Everything that is made meanwhile stays: looking through it again and again would take most of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _ext(code: int, data: bytes) -> Handle:

@@ -1,5 +1,6 @@
 """Every test leaves no process, no shared memory and no listening port behind, or fails."""
 
+import logging
 import os
 
 import hypothesis
@@ -24,6 +25,19 @@ def leaves_nothing():
     for process in leftovers.processes() - before[0]:
         process.kill()
     assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before():
+    """What a test sets up for its log (roles do when they run in the test's process) ends with it."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if handler not in handlers and not type(handler).__module__.startswith("_pytest"):
+            root.removeHandler(handler)
+            handler.close()
 
 
 @pytest.fixture(scope="session")

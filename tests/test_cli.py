@@ -1,17 +1,22 @@
 """The command line as a user meets it: exit codes, flags as keys, every problem printed, a light start."""
 
+import contextlib
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import shmrl
-from shmrl.cli import split_flags
+from shmrl.cli import main, split_flags
 from shmrl.config import load_run
-from shmrl.errors import ConfigError
+from shmrl.errors import ConfigError, RunError, told
 from shmrl.node.host import exclusive
-from tests.support.runs import free_ports
+from tests.support.runs import ROOT, free_ports
 
 RUN = """
 [run]
@@ -41,13 +46,17 @@ def config(tmp_path):
 
 def test_version_is_printed_and_neither_torch_nor_a_role_is_imported():
     done = cli("--version")
-    assert (done.returncode, done.stdout) == (0, f"shmrl {shmrl.__version__}\n")
+    first, *rest = done.stdout.splitlines()
+    assert (done.returncode, first) == (0, f"shmrl {shmrl.__version__}")
+    assert [line.split()[0] for line in rest] == ["layout", "python", "torch", "vllm", "commit"]
+    header = (Path(shmrl.__file__).parents[1] / "csrc" / "arena_layout.h").read_text()
+    assert rest[0] == f"layout {re.search(r'define SRL_VERSION +([0-9]+)', header)[1]}"
     code = (
         "import sys; from shmrl.cli import main; main(['--version']); "
         "print([n for n in ('torch', 'numpy', 'zmq', 'pydantic', 'shmrl.orchestrator') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines()[1] == "[]"
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_launcher_imports_no_torch():
@@ -72,9 +81,49 @@ def test_a_flag_without_a_value_is_refused(arguments):
         split_flags(arguments)
 
 
-@pytest.mark.parametrize("arguments", [["bogus"], ["run", "--no-such-option"], ["arena"], []])
-def test_usage_errors_exit_with_two(arguments):
-    assert cli(*arguments).returncode == 2
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("runn", "'runn' is no command of `shmrl`; did you mean run?"),
+        ("arena lss", "'lss' is no command of `shmrl arena`; did you mean ls?"),
+        ("bogus", "'bogus' is no command of `shmrl`: run, node, orchestrator, "),
+        ("--versoin", "--versoin is no option of `shmrl`; did you mean --version?"),
+        ("run x.toml --resum", "--resum is no option of `shmrl run`; did you mean --resume?"),
+        ("arena top --cuont=3", "--cuont is no option of `shmrl arena top`; did you mean --count?"),
+        ("run x.toml --max-steps 3", "--max-steps is no option of `shmrl run`; did you mean --run.max-steps?"),
+        ("run --no-such-option", "--no-such-option is no option of `shmrl run`: --help, --resume, --clean, --slurm, "),
+        ("arena", "Expected one of {ls, stats, top, holders, fsck, tail, gc}."),
+        ("eval guess-number", "Missing from shmrl eval: --model STR "),
+        ("arena top --count x", "Error parsing --count: invalid literal for int() with base 10: 'x'"),
+        ("init a b", "Unrecognized options: b"),
+    ],
+)
+def test_what_is_typed_wrong_is_said_in_a_line(typed, said, capsys):
+    assert main(typed.split()) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[: len(said) + 14] for line in lines] == [f"shmrl: error: {said}"]
+
+
+def test_an_error_of_ours_is_its_message_and_any_other_has_its_type():
+    assert told(RunError("no batch")) == "no batch"
+    assert told(RunError()) == "RunError"
+    assert told(KeyError("x")) == "KeyError: 'x'"
+    assert told(OSError(28, "No space left on device")) == "OSError: [Errno 28] No space left on device"
+
+
+def test_no_message_for_people_names_a_class_of_ours():
+    """The rule is `told`: what is joined by hand would say "RunError: ..." again."""
+    joined = re.compile(r"type\((\w+)\)\.__name__\}: \{\1\}")
+    foreign = {  # where no error of ours arrives
+        "env/chat.py", "env/episodes/leases.py", "env/episodes/servers.py", "env/sandbox/init.py", "config/shape.py",
+        "inference/answers.py", "inference/embedded/bodies.py", "inference/embedded/engine.py",
+        "inference/embedded/model.py", "inference/vllm/plugin/shmrl_vllm_worker.py", "monitor/log.py",
+        "monitor/page/guard.py", "node/client.py", "node/published.py", "orchestrator/loop.py", "payload/header.py",
+        "payload/stepfile.py", "trainer/models.py", "trainer/weights.py", "types.py", "wire.py", "errors.py",
+    }  # fmt: skip
+    root = ROOT / "shmrl"
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if joined.search(path.read_text())}
+    assert found <= foreign
 
 
 def test_every_configuration_problem_is_a_line_on_stderr(config):
@@ -124,7 +173,7 @@ def test_a_dry_run_says_that_the_directory_is_used_and_keeps_off_a_run_that_goes
 
 def test_help_shows_files_and_switches_as_they_are_typed():
     text = cli("run", "--help").stdout
-    assert "FILE... [--dry-run] [--resume] [--clean]" in text
+    assert "FILE... [--resume] [--clean] [--slurm] [--dry-run]" in text
     assert "default:" not in text
 
 
@@ -133,7 +182,7 @@ def test_a_role_without_an_arena_says_where_the_address_comes_from(role, config,
     done = cli(role, config, "--run.output-dir", tmp_path / "out")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("shmrl: RunError: arena.address is not set: `shmrl run` and `shmrl node` create the arena")
+    assert line.startswith("shmrl: error: arena.address is not set: `shmrl run` and `shmrl node` create the arena")
 
 
 def test_a_role_whose_arena_is_gone_asks_for_its_host(config, tmp_path):
@@ -157,9 +206,22 @@ def test_without_the_extra_train_nothing_is_started_and_the_extra_is_named(comma
     )
     assert (done.returncode, out.exists()) == (2, False)
     assert done.stderr == (
-        "shmrl: torch: not installed; the engine and the trainer need the extra 'train' "
+        "shmrl: error: torch: not installed; the engine and the trainer need the extra 'train' "
         "(pip install -c constraints.txt -e '.[train]')\n"
     )
+
+
+def test_a_source_tree_that_hides_the_installed_package_is_named(config, tmp_path):
+    """Roles are started with `python -m`, which looks into the working directory first."""
+    (tmp_path / "shmrl").mkdir()
+    (tmp_path / "shmrl" / "__init__.py").touch()
+    code = "import sys; sys.path.remove(''); from shmrl.cli import main; sys.exit(main())"
+    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "timeout": 60}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", config], capture_output=True, text=True, check=False, **options
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"shmrl: error: {tmp_path}/shmrl hides the installed package ({ROOT}/shmrl) from")
 
 
 def test_what_is_no_arena_address_is_a_usage_error():
@@ -173,3 +235,21 @@ def test_doctor_and_arena_commands_answer_in_json():
         done = cli(*command, "--json")
         assert done.returncode == 0, done.stderr
         json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("variables", "colors"), [({"NO_COLOR": "1"}, False), ({}, True)])
+def test_help_on_a_terminal_has_colors_unless_it_shall_not(variables, colors):
+    ours, theirs = pty.openpty()
+    environment = (
+        {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"} | variables
+    )
+    command = [sys.executable, "-m", "shmrl", "arena", "gc", "--help"]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment, close_fds=True):
+        os.close(theirs)
+        told = b""
+        with contextlib.suppress(OSError):  # the other side is gone
+            while part := os.read(ours, 4096):
+                told += part
+    os.close(ours)
+    assert b"usage: shmrl arena gc" in re.sub(rb"\x1b\[[0-9;]*m", b"", told)
+    assert (b"\x1b[" in told) == colors

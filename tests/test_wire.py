@@ -1,5 +1,6 @@
 """What may travel, and what is refused where it is sent."""
 
+import asyncio
 import math
 
 import msgpack
@@ -9,7 +10,7 @@ import pytest
 from shmrl import wire
 from shmrl.errors import ProtocolError
 from shmrl.types import Handle
-from shmrl.wire import pack, unpack
+from shmrl.wire import PIECE, pack, unpack, unpack_in_turns
 
 HANDLE = Handle.pack(node=1, arena=2, slot=3, generation=4, nbytes=2**40 + 5, nonce=b"abcdefgh")
 
@@ -79,3 +80,30 @@ def test_a_message_that_is_too_long_is_refused_by_its_sender(monkeypatch):
     with pytest.raises(ProtocolError, match="cannot be sent: 1003 bytes; 1000 at most"):
         pack(bytes(1000))
     assert unpack(pack(bytes(997))) == bytes(997)
+
+
+async def test_a_long_message_is_decoded_while_the_loop_turns():
+    sent = {"handle": HANDLE, 1: "x" * 3 * PIECE, "rows": [[i, {"i": i}] for i in range(100_000)], "raw": b"y" * PIECE}
+    raw, turns = pack(sent), 0
+
+    async def turn():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    turning = asyncio.create_task(turn())
+    assert await unpack_in_turns(raw) == sent == unpack(raw)
+    assert turns >= len(raw) // PIECE
+    turning.cancel()
+
+
+@pytest.mark.parametrize("nbytes", [100, 3 * PIECE])
+@pytest.mark.parametrize("spoil", [lambda raw: raw[:-1], lambda raw: raw + b"x", lambda raw: b"\xc1" + raw])
+async def test_a_message_of_any_length_that_is_none_is_refused(nbytes, spoil):
+    raw = spoil(pack([b"x" * (nbytes // 2), "y" * (nbytes // 2)]))
+    said = f"undecodable message of {len(raw)} bytes"
+    with pytest.raises(ProtocolError, match=said):
+        unpack(raw)
+    with pytest.raises(ProtocolError, match=said):
+        await unpack_in_turns(raw)

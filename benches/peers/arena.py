@@ -99,7 +99,7 @@ class ArenaConsumer(Consumer):
     def get(self, ref: Any) -> Blob:
         if self.arena is None:
             self.arena = Arena.attach(ref[0])
-        return np.frombuffer(self.arena.get(ref[1]), np.uint8)
+        return np.asarray(self.arena.get(ref[1]))
 
     def close(self) -> None:
         if self.arena is not None:

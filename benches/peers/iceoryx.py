@@ -52,7 +52,7 @@ class SampleConsumer(Consumer):
         while sample is None:
             sample = self.subscriber.receive()
         self.borrowed.append(sample)
-        return np.frombuffer(sample.payload().as_memory_view(), np.uint8)
+        return np.asarray(sample.payload().as_memory_view())
 
     def done(self, refs: Any) -> None:
         for sample in self.borrowed:

@@ -1,7 +1,8 @@
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from shmrl.types import Handle
@@ -48,7 +49,12 @@ class Block:
     def buffer(self) -> memoryview: ...
     @property
     def nbytes(self) -> int: ...
-    def seal(self, checksum: bool = True, columns: Iterable[tuple[str, int, int, int]] | None = None) -> Handle: ...
+    def seal(
+        self,
+        checksum: bool = True,
+        columns: Iterable[tuple[str, int, int, int]] | None = None,
+        taken: Mapping[str, bytes] | None = None,
+    ) -> Handle: ...
     def free(self) -> None: ...
     def _seal_as(self, tail: bytes, crc: int, checked: bool) -> Handle: ...
     def __enter__(self) -> Self: ...
@@ -72,7 +78,7 @@ class Core:
     ) -> Block: ...
     def put(
         self,
-        data: Buffer,
+        data: Buffer | NDArray[Any],
         tag: str = "",
         on_full: str = "block",
         timeout_s: float | None = 30.0,

@@ -16,9 +16,11 @@ two tuples, and `get` is called per block and step.
 cimport cython
 from shmrl.arena.core cimport *
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytearray cimport PyByteArray_AsString
 from cpython.bytes cimport PyBytes_AsString, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_Size
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.number cimport PyNumber_Index
+from cpython.object cimport PyObject, PyTypeObject
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.errno cimport EAGAIN, EBUSY, ENOENT, ENOSPC, ENXIO, EPERM, ESTALE, ETIMEDOUT
 from libc.math cimport INFINITY
@@ -40,6 +42,12 @@ from shmrl.errors import (
 )
 from shmrl.types import HANDLE_VERSION, Handle
 
+cdef extern from "Python.h":
+    enum: Py_tp_new
+    ctypedef object (*newfunc)(PyTypeObject *kind, tuple arguments, PyObject *keywords)
+    void *PyType_GetSlot(PyTypeObject *kind, int slot)
+    void PyObject_GC_UnTrack(PyObject *one)
+
 cdef extern from "errno.h":
     enum: ECANCELED, EMLINK, ENODATA, EUCLEAN, EUSERS, EXFULL
 
@@ -56,7 +64,8 @@ cdef uint64_t HUGE_PAGE = 2 << 20
 cdef double LONGEST_S = 1e9  # of a wait: thirty years are for ever
 cdef uint64_t LOOK_AHEAD = 64 << 20  # bytes: with less free, the next step is committed in the background
 cdef uint8_t VERSION = HANDLE_VERSION
-cdef object make_bytes = bytes.__new__  # Handle() itself is a call into Python
+cdef PyTypeObject *HANDLE = <PyTypeObject *> Handle  # a global of this module is looked up by name at every use
+cdef newfunc new_bytes = <newfunc> PyType_GetSlot(<PyTypeObject *> bytes, Py_tp_new)
 
 
 cdef struct Parts:
@@ -118,6 +127,16 @@ cdef uint8_t *map_aligned(int fd, uint64_t nbytes):
         munmap(room, before)
     munmap(at + nbytes, HUGE_PAGE - before)
     return at
+
+
+cdef uint32_t fill(uint8_t *to, const void *source, uint64_t n, bint hot, bint checksum, uint32_t *crc) noexcept:
+    """Copies from source, if there is one, and writes the checksums behind the payload -> bytes of tail."""
+    cdef uint32_t tail
+    if n < RELEASE_GIL_FROM:
+        return srl_fill(to, source, n, hot, checksum, crc)
+    with nogil:
+        tail = srl_fill(to, source, n, hot, checksum, crc)
+    return tail
 
 
 cdef str ended(unsigned kind):
@@ -293,10 +312,12 @@ cdef class Block:
         """Payload bytes."""
         return self.n
 
-    def seal(self, checksum=True, columns=None):
+    def seal(self, checksum=True, columns=None, taken=None):
         """Publishes the block -> Handle. `columns`: (field, offset, row_nbytes, rows) of each, in bytes of the payload.
 
         Example: seal(columns=[("routing", 0, 384, 36)]) for 36 rows of 384 bytes each, the first at byte 0.
+
+        taken: {field: uint32s} of checksums that the writer has taken itself, one per `columns.rows_per_crc` rows.
 
         checksum=False is O(1) and marks the block as unchecked. Errors: AlreadyFreed if its tag was discarded
         meanwhile, ValueError for columns that overlap or leave the payload, or a second seal.
@@ -306,9 +327,9 @@ cdef class Block:
         self.core._alive()
         cdef uint32_t crc = 0, tail = 0
         if columns is not None:
-            tail = self._append(self.core._make_tail(self, columns, checksum), &crc)
+            tail = self._append(self.core._make_tail(self, columns, checksum, taken), &crc)
         elif checksum:
-            tail = self.core._fill(self, NULL, False, True, &crc)
+            tail = fill(self.at, NULL, self.n, False, True, &crc)
         return self._publish(tail, crc, checksum)
 
     def _seal_as(self, bytes tail, uint32_t crc, bint checked):
@@ -332,9 +353,8 @@ cdef class Block:
         cdef bint hold = self.exports != 0  # a writable array is still about: its bytes may not become another block's
         cdef int rc = srl_seal(&self.core.a, self.slot, self.generation, tail, crc, checked, hold)
         if rc:
-            fate = self.core._fate(self.slot, self.generation) if rc == -ECANCELED else ""
             self.free()
-            check(rc, f"block {self.tag!r}", fate and f"was {fate}, before it was sealed")
+            self.core._unsealable(rc, self.slot, self.generation, self.tag)
         self.open, self.held = False, hold
         self.handle = self.core._handle(self.slot, self.generation, self.nonce, self.n)
         if not hold:
@@ -401,12 +421,16 @@ cdef class Core:
     cdef int ctl_fd, data_fd
     cdef Py_ssize_t users        # views, blocks and calls without the GIL that need the mappings
     cdef uint32_t node, number   # what every handle of this arena carries
+    cdef bytearray raw           # the next handle's bytes
+    cdef tuple made_of           # (raw,)
     cdef uint32_t reader_index
     cdef bint attached, shut, writable
     cdef Py_ssize_t within       # threads that wait for what their source's share covers
 
     def __cinit__(self):
         self.live.fd = self.live.spill = self.ctl_fd = self.data_fd = -1
+        self.raw = bytearray(32)
+        self.made_of = (self.raw,)
 
     def _attach(self, int live_fd, int ctl_fd, int data_fd, int spill_fd, uint64_t ctl_nbytes,
                 uint64_t data_file_nbytes, bytes name, reader):
@@ -529,7 +553,11 @@ cdef class Core:
     # -------------------------------------------------------------------------------------------------------- handles
 
     cdef object _handle(self, uint32_t slot, uint32_t generation, uint64_t nonce, uint64_t nbytes):
-        cdef uint8_t raw[32]
+        """Handle(raw), without a call into Python, nor one of the `__bytes__` that raw bytes would have.
+
+        A handle refers to nothing, so the collector need not go through the thousands of a step.
+        """
+        cdef char *raw = PyByteArray_AsString(self.raw)
         raw[0], raw[1] = VERSION, 0
         memcpy(raw + 2, &self.node, 4)
         memcpy(raw + 6, &self.number, 4)
@@ -537,7 +565,9 @@ cdef class Core:
         memcpy(raw + 14, &generation, 4)
         memcpy(raw + 18, &nbytes, 6)
         memcpy(raw + 24, &nonce, 8)
-        return make_bytes(Handle, PyBytes_FromStringAndSize(<char *> raw, 32))
+        handle = new_bytes(HANDLE, self.made_of, NULL)
+        PyObject_GC_UnTrack(<PyObject *> handle)
+        return handle
 
     cdef int _parts(self, object handle, Parts *out) except -1:
         """Slot, generation and nonce of a handle of this arena. TypeError, ForeignArena."""
@@ -591,13 +621,18 @@ cdef class Core:
         nbytes = PyNumber_Index(nbytes)
         if not 0 <= nbytes < 1 << 48:
             raise ValueError(f"nbytes={nbytes}: a block has 0 to 2^48 - 1 bytes")
-        return self._reserve(nbytes, column_tail(nbytes), tag, timeout_s, on_full)
+        cdef srl_request r
+        self.users += 1
+        try:
+            seconds = self._ask(&r, nbytes, column_tail(nbytes), tag, timeout_s, on_full)
+            return self._reserve(&r, tag, seconds, on_full)
+        finally:
+            self._leave()
 
-    cdef Block _reserve(self, uint64_t nbytes, uint64_t room, str tag, object timeout_s, str on_full):
-        cdef Block block = Block.__new__(Block)
+    cdef double _ask(self, srl_request *r, uint64_t nbytes, uint64_t room, str tag, object timeout_s,
+                     str on_full) except? -1:
+        """Makes a request of what reserve() was given -> seconds of patience. The arena can be written to then."""
         self._alive()
-        self.users += 1  # the block's: while this waits or opens, another thread or a signal handler may close()
-        block.core, block.reserving = self, True
         if on_full not in ("block", "raise") and (on_full != "spill" or self.live.spill < 0):
             raise ValueError(f"on_full={on_full!r}: 'block' or 'raise'"
                              + (" (this arena has no spill_dir)" if self.live.spill < 0 else " or 'spill'"))
@@ -605,17 +640,27 @@ cdef class Core:
         cdef const char *raw = PyUnicode_AsUTF8AndSize(tag, &tag_len)
         if tag_len > SRL_TAG_MAX or memchr(raw, 0, tag_len) != NULL:
             raise ValueError(f"tag of {tag_len} bytes: at most {SRL_TAG_MAX}, no NUL")
+        cdef double seconds = seconds_of(timeout_s)
         if not self.writable:
             self._open_for_writing()
             self._alive()
-        cdef double seconds = seconds_of(timeout_s)
-        cdef srl_request r
         r.nbytes, r.room, r.tag, r.tag_len, r.spill = nbytes, room, raw, <uint32_t> tag_len, False
-        cdef int rc = srl_reserve(&self.a, &r, 0)
+        return seconds
+
+    cdef bint _is_short(self, uint64_t more) noexcept:
+        """Whether less than a step is left of what is committed, with `more` bytes in use, and more can be."""
+        return (self.a.h.committed_pages < self.a.max_pages
+                and self.a.h.committed_pages * SRL_PAGE < self.a.h.used_bytes + more + LOOK_AHEAD)
+
+    cdef Block _reserve(self, srl_request *r, str tag, double seconds, str on_full):
+        cdef Block block = Block.__new__(Block)
+        self.users += 1  # the block's
+        block.core, block.reserving = self, True
+        cdef int rc = srl_reserve(&self.a, r, 0)
         cdef uint64_t began = 0
         if rc:
             began = srl_now_ns(CLOCK_MONOTONIC)
-            self._reserve_slowly(&r, seconds, on_full)
+            self._reserve_slowly(r, seconds, on_full)
         block.slot, block.generation, block.nonce = r.slot, r.generation, r.nonce
         block.n, block.room, block.open, block.reserving, block.tag = r.nbytes, r.room, True, False, tag
         if r.spill:
@@ -625,8 +670,7 @@ cdef class Core:
         if self.shut:
             block.free()
             raise ArenaClosed("the arena was closed meanwhile")
-        if (self.a.h.committed_pages < self.a.max_pages
-                and self.a.h.committed_pages * SRL_PAGE < self.a.h.used_bytes + LOOK_AHEAD):
+        if self._is_short(0):
             self._look_ahead()
         return block
 
@@ -726,24 +770,30 @@ cdef class Core:
         """
         cdef Py_buffer source
         PyObject_GetBuffer(data, &source, PyBUF_SIMPLE)
-        cdef Block block
-        cdef uint32_t crc = 0, tail = 0
+        self.users += 1  # a close() meanwhile, by another thread or a signal handler, leaves the mapping
         try:
-            block = self._reserve(source.len, srl_plain_tail(source.len), tag, timeout_s, on_full)
-            tail = self._fill(block, source.buf, hot, checksum, &crc)
+            return self._put(&source, tag, timeout_s, on_full, hot, checksum)
         finally:
+            self._leave()
             PyBuffer_Release(&source)
-        return block._publish(tail, crc, checksum)
 
-    cdef uint32_t _fill(self, Block block, const void *source, bint hot, bint checksum, uint32_t *crc):
-        """Copies from source, if there is one, and writes the checksums behind the payload -> bytes of tail."""
-        cdef uint8_t *to = block.at
-        cdef uint32_t tail
-        if block.n < RELEASE_GIL_FROM:
-            return srl_fill(to, source, block.n, hot, checksum, crc)
-        with nogil:
-            tail = srl_fill(to, source, block.n, hot, checksum, crc)
-        return tail
+    cdef object _put(self, Py_buffer *source, str tag, object timeout_s, str on_full, bint hot, bint checksum):
+        """Where there is room at once no Block is made: between reserve and seal nothing can raise."""
+        cdef srl_request r
+        cdef uint32_t tail, crc = 0
+        cdef uint64_t n = <uint64_t> source.len, room = srl_plain_tail(n)
+        cdef double seconds = self._ask(&r, n, room, tag, timeout_s, on_full)
+        cdef Block block
+        if self._is_short(n) or srl_reserve(&self.a, &r, 0):
+            block = self._reserve(&r, tag, seconds, on_full)
+            tail = fill(block.at, source.buf, n, hot, checksum, &crc)
+            return block._publish(tail, crc, checksum)
+        tail = fill(self.data + r.offset, source.buf, n, hot, checksum, &crc)
+        cdef int rc = srl_seal(&self.a, r.slot, r.generation, tail, crc, checked=checksum, held=False)
+        if rc:
+            srl_abort(&self.a, r.slot, r.generation)
+            self._unsealable(rc, r.slot, r.generation, tag)
+        return self._handle(r.slot, r.generation, r.nonce, n)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -818,6 +868,10 @@ cdef class Core:
             return ""
         ago_s = max(0, <int64_t> (srl_now_ns(CLOCK_MONOTONIC) - e.at_ns)) / 1e9
         return f"{ended(e.mark >> 8 & 255)} by {self._who(e.mark & 255)}, {ago_s:.1f} s ago"
+
+    cdef int _unsealable(self, int rc, uint32_t slot, uint32_t generation, str tag) except -1:
+        fate = self._fate(slot, generation) if rc == -ECANCELED else ""
+        return check(rc, f"block {tag!r}", fate and f"was {fate}, before it was sealed")
 
     cdef str _owner(self, uint32_t slot):
         cdef uint64_t word = self.a.blocks[slot].word

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from shmrl.arena import columns as tails
@@ -45,6 +46,7 @@ class Arena(Core):
         self._refused: tuple[float, memory.Limit] | None = None
         self._room = (0.0, 0)  # until when, what growth may still take
         self._ahead: threading.Thread | None = None
+        self._made_by: int | None = None  # the process that created it
         self._attach(*fds, os.fstat(fds[1]).st_size, os.fstat(fds[2]).st_size, opening.process_name(), reader)
 
     # ------------------------------------------------------------------------------------------- create, attach, unlink
@@ -86,6 +88,7 @@ class Arena(Core):
         pages = Pages.chosen(huge_pages, numa, mount)
         wanted = opening.Wanted(nbytes, run_id, max_processes, ttl_ns, pages, spill_dir, guaranteed)
         arena = opening.made(cls, *names.claimed(backing, base), wanted)
+        arena._made_by = os.getpid()
         if preallocate:
             arena._preallocate()
         return arena
@@ -108,6 +111,14 @@ class Arena(Core):
     def address(self) -> str:
         """What attach() takes: "shm:<id>", "memfd:<id>" or "file:<path>"."""
         return self._files.address
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes. An exception that ends the creator's `with` takes the names, too: nobody else might know of them."""
+        if kind is not None and self._made_by == os.getpid():
+            self.unlink()
+        self.close()
 
     def unlink(self) -> None:
         """Removes the names: nobody can attach any more, the attached go on. Idempotent.
@@ -132,9 +143,15 @@ class Arena(Core):
         with self.get(handle) as view:
             return tails.of(view).columns
 
-    def _make_tail(self, block: Block, columns: Iterable[tuple[str, int, int, int]], checksum: bool) -> bytes:
+    def _make_tail(
+        self,
+        block: Block,
+        columns: Iterable[tuple[str, int, int, int]],
+        checksum: bool,
+        taken: Mapping[str, bytes] | None,
+    ) -> bytes:
         with memoryview(block) as payload:
-            return tails.make(payload, columns, checksum)
+            return tails.make(payload, columns, checksum, taken)
 
     def _narrow(self, view: View, verify: bool, field: str | None, rows: tuple[int, int] | None) -> None:
         tails.narrow(view, verify, field, rows)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shmrl.arena._arena import View
@@ -70,15 +70,27 @@ class Tail:
 # ----------------------------------------------------------------------------------------------------------- making it
 
 
-def make(payload: memoryview, columns: Iterable[tuple[str, int, int, int]], checksum: bool) -> bytes:
-    """The tail's bytes for (field, offset, row_nbytes, rows) in any order.
+def rows_per_crc(row_nbytes: int) -> int:
+    """Rows of a column under one checksum."""
+    return max(1, min(BLOCK_ROWS, BLOCK_NBYTES // row_nbytes))
+
+
+def make(
+    payload: memoryview,
+    columns: Iterable[tuple[str, int, int, int]],
+    checksum: bool,
+    taken: Mapping[str, bytes] | None = None,
+) -> bytes:
+    """The tail's bytes for (field, offset, row_nbytes, rows) in any order. taken: checksums that whoever wrote a column
+    has taken on the way.
 
     ValueError names the column: outside the payload, overlapping another, a name twice or too long, row_nbytes < 1.
     """
     table = plan(columns, payload.nbytes)
     crcs, rest = b"", 0
     if checksum:
-        crcs = b"".join(crc_blocks(payload[c.offset : c.end], c.step) for c in table)
+        known = taken or {}
+        crcs = b"".join(known.get(c.name) or crc_blocks(payload[c.offset : c.end], c.step) for c in table)
         rest = _rest_crc(payload, table)
     rows = (COLUMN.pack(c.name.encode(), c.offset, c.rows, c.row_nbytes, c.first, c.rows_per_crc) for c in table)
     return HEADER.pack(MAGIC, len(table), len(crcs) // 4, rest) + b"".join(rows) + crcs
@@ -97,7 +109,7 @@ def plan(columns: Iterable[tuple[str, int, int, int]], nbytes: int) -> tuple[Col
             )
         if rows and offset < end:
             raise ValueError(f"column {name!r} at offset {offset} overlaps the column that ends at {end}")
-        column = Column(name, offset, rows, row_nbytes, first, max(1, min(BLOCK_ROWS, BLOCK_NBYTES // row_nbytes)))
+        column = Column(name, offset, rows, row_nbytes, first, rows_per_crc(row_nbytes))
         out.append(column)
         names.add(name)
         first += -(-rows // column.rows_per_crc)

@@ -1,7 +1,8 @@
 """`shmrl arena ...`: plain values, which --json prints and `render` turns into text. Called by the CLI.
 
 An address is what `arena ls` prints, or a directory with arenas of backing "file"; without one a command takes every
-live arena of this uid, or the only one.
+live arena of this uid, or the only one. The first eight digits of an arena's id are an address, too, if no
+other's begins so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ GROUPS = ("source", "step", "holder")  # of stats, unless one is asked for
 
 
 def ls(address: str | None = None) -> list[dict[str, Any]]:
-    """Every arena of this uid: address, state, run_id, processes, counters; "error" instead of what is unreadable."""
+    """Every arena of this uid: address, state, run_id, age_s, directory, processes, counters; "error" for them where it
+    cannot be read."""
     return inspect.list_arenas(address)
 
 
@@ -56,15 +58,18 @@ def _stats(address: str, groups: tuple[str, ...]) -> dict[str, Any]:
             for index, p in sorted(seen.processes.items())
         ]
         named = {f"by_{by}": counted[by] for by in groups}
-        return {"address": address, "run_id": seen.head["run_id"], **counters, "attached": attached, **named}
+        return {"address": seen.address, "run_id": seen.head["run_id"], **counters, "attached": attached, **named}
 
 
 def top(address: str | None = None, count: int = 10) -> list[dict[str, Any]]:
     """Who has the bytes: per arena by holder, source, step, age and field; the largest and oldest blocks; suspects.
 
-    waiting, oldest_wait_s: processes that wait for space.
+    state: alive or dead. waiting, oldest_wait_s: processes that wait for space; waiters: {"process", "waits_s",
+    "wants_bytes"} of the first ones; then keeper: {"process", "bytes", "oldest_s"} of who keeps most, else None.
+    kept: {"blocks", "bytes"} of old steps that the run retains.
     Each table has the `count` largest groups and the rest as one, so that its bytes sum to used_bytes. suspects:
-    {"blocks", "rows"}: what may leak, the oldest first, each with "why".
+    {"blocks", "bytes", "rows"}: what may leak, in all, and the oldest of it, each with "why"
+    and with the readers that are "missing", as of holders().
     """
     return [_top(one, count) for one in _addresses(address)]
 
@@ -73,23 +78,30 @@ def _top(address: str, count: int) -> dict[str, Any]:
     with inspect.look(address, fields=True) as seen:
         counters, counted = seen.counts(*table.BY)
         newest = max((int(step) for step in counted["step"] if step), default=None)
-        suspects, rows = seen.suspects(newest, count)
-        waiting, oldest_s = seen.waiting()
+        suspects = seen.suspects(newest, count)
+        found = zip(suspects.rows, seen.missing(suspects.rows), strict=True)
+        rows = [{**row, "missing": missing} for row, missing in found]
+        waiting = seen.waiting()
+        keeper = seen.keeper() if waiting else None
         return {
-            "address": address,
+            "address": seen.address,
             "run_id": seen.head["run_id"],
+            "state": "alive" if seen.is_live() else "dead",
             **counters,
-            "waiting": waiting,
-            "oldest_wait_s": oldest_s,
+            "waiting": len(waiting),
+            "oldest_wait_s": waiting[0].waits_s if waiting else 0.0,
+            "waiters": [one._asdict() for one in waiting[:count]],
+            "keeper": keeper._asdict() if keeper else None,
             "newest_step": newest,
-            **{by: _largest(by, counted[by], count) for by in table.BY},
+            **{by: largest(by, counted[by], count) for by in table.BY},
             "largest": list(seen.rows(Filter(), "size", count)),
             "oldest": list(seen.rows(Filter(), "age", count)),
-            "suspects": {"blocks": suspects, "rows": rows},
+            "suspects": {"blocks": suspects.blocks, "bytes": suspects.nbytes, "rows": rows},
+            "kept": {"blocks": suspects.kept, "bytes": suspects.kept_bytes},
         }
 
 
-def _largest(by: str, groups: dict[str, dict[str, int]], count: int) -> list[dict[str, Any]]:
+def largest(by: str, groups: dict[str, dict[str, int]], count: int) -> list[dict[str, Any]]:
     """[{by: name, "blocks", "bytes"}], most bytes first; what does not fit into `count` rows is the last row."""
     rows = sorted(groups.items(), key=lambda item: -item[1]["bytes"])
     out: list[dict[str, Any]] = [{by: name, **group} for name, group in rows[:count]]
@@ -110,8 +122,9 @@ def holders(handle: str, address: str | None = None) -> dict[str, Any]:
 
 def fsck(address: str | None = None) -> list[dict[str, Any]]:
     """Faults of one arena, or of every whole one: address, faults, totals_checked."""
+    one_of_them = address is not None and not inspect.is_directory(address)
     listed = [one.address for one in inspect.where(address)]
-    return [row for one in listed if (row := _fsck(one, required=address == one)) is not None]
+    return [row for one in listed if (row := _fsck(one, required=one_of_them)) is not None]
 
 
 def _fsck(address: str, required: bool) -> dict[str, Any] | None:
@@ -156,14 +169,22 @@ def gc(address: str | None = None) -> dict[str, Any]:
 
 def only(address: str | None) -> str:
     """The address of one arena: the given one, or the only live one. ForeignArena names those there are."""
-    found = _addresses(address)
-    if len(found) != 1:
-        there = f": {', '.join(found)}" if found else f" of uid {os.geteuid()} (shmrl arena ls shows the dead too)"
-        raise ForeignArena(f"{len(found)} live arenas, give the address of one{there}")
-    return found[0]
+    if address is not None and not inspect.is_directory(address):
+        return address
+    found = _alive(address)
+    if not found:
+        raise ForeignArena(f"no live arena of uid {os.geteuid()} (shmrl arena ls shows the dead too)")
+    if len(found) > 1:
+        there = ", ".join(f"{row['address']} (run {table.plain(row['run_id'])})" for row in found)
+        raise ForeignArena(f"{len(found)} live arenas, give the address of one: {there}")
+    return str(found[0]["address"])
 
 
 def _addresses(address: str | None) -> list[str]:
     if address is not None and not inspect.is_directory(address):
         return [address]
-    return [row["address"] for row in inspect.list_arenas(address) if row["state"] == "alive"]
+    return [row["address"] for row in _alive(address)]
+
+
+def _alive(directory: str | None) -> list[dict[str, Any]]:
+    return [row for row in inspect.list_arenas(directory) if row["state"] == "alive"]

@@ -29,6 +29,7 @@ from shmrl.errors import ForeignArena
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 PARTS = ("live", "ctl", "data")
 SHM = Path("/dev/shm")
+LOGS = "/logs/attempt_"  # below the directory of a run: config.rundir
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +129,34 @@ class Files:
         as one of another pid namespace is not."""
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return state in "Tt" and any(self.name("live") in os.readlink(fd) for fd in glob.iglob(f"/proc/{pid}/fd/*"))
+            return state in "Tt" and any(self.name("live") in one for one in _open_in(pid))
         except OSError:
             return False
+
+    def directory_of(self, pid: int) -> str | None:
+        """Where the process of this pid that has us open belongs: the run's directory, from the log that it writes,
+        else its working directory; None if it is not seen."""
+        try:
+            opened = _open_in(pid)
+            if not any(self.name("live") in one for one in opened):
+                return None
+            found = (one.partition(LOGS) for one in opened)
+            return next((directory for directory, logs, _ in found if logs), None) or os.readlink(f"/proc/{pid}/cwd")
+        except OSError:
+            return None
 
     def is_unlinked(self, live_fd: int) -> bool:
         """Whether somebody removed `live` between our open and our lock (a memfd has no name to lose)."""
         return self.backing != "memfd" and os.fstat(live_fd).st_nlink == 0
+
+
+def _open_in(pid: int) -> list[str]:
+    """What a process has open, as far as it is seen from here."""
+    found = []
+    for fd in glob.iglob(f"/proc/{pid}/fd/*"):
+        with suppress(OSError):  # closed meanwhile
+            found.append(os.readlink(fd))
+    return found
 
 
 def new(backing: str, base: str | None) -> Files:

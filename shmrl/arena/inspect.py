@@ -9,26 +9,31 @@ from __future__ import annotations
 import heapq
 import mmap
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from shmrl.arena import files, shares, spill, table
+from shmrl.arena import files, shares, spill, table, waiters
 from shmrl.arena._ctl import Ctl, spill_dir_of
+from shmrl.arena.readers import Missing, Readers
 from shmrl.errors import ArenaCorrupt, ConfigError, ForeignArena, StaleHandle
 from shmrl.types import Handle
 
 LOOKS = 3  # a fault of a live arena is one that as many looks in a row see
 TRIES = 10  # looks at a live arena until nobody had the allocator's lock meanwhile
 OLD_STEPS = 3  # a block that was shipped more steps ago than this should have been freed
+RANK = "trainer:"
+RANK_NAME = re.compile(r"trainer:\d+")
 EVENTS = (
     *("", "reserve", "seal", "adopt", "ship", "done", "retire", "free"),
     *("orphan", "sweep", "take over", "full", "spill", "discard", "expire"),
 )
 NO_BLOCK = ("sweep", "take over", "full")  # events whose slot is no block's
+ID = re.compile(r"[0-9a-f]{8,32}")  # as a terminal that is narrow shows it
 ORDERS = ("size", "age", "tag")
 
 
@@ -71,6 +76,17 @@ class _Unfinished(ArenaCorrupt):
     """There is no arena yet: the magic of its ctl comes last."""
 
 
+class Suspects(NamedTuple):
+    """blocks, nbytes: what may leak, in all; rows of the oldest, with "why". kept, kept_bytes: of old steps, held on
+    purpose (arena.retain_steps)."""
+
+    blocks: int
+    nbytes: int
+    rows: list[dict[str, Any]]
+    kept: int
+    kept_bytes: int
+
+
 class Look:
     """One arena, live or dead, while `look()` has it open.
 
@@ -99,11 +115,28 @@ class Look:
             rows["source"] = shares.annotated(rows["source"], self.ctl.shares())
         return counters, rows
 
-    def waiting(self) -> tuple[int, float]:
-        """(living processes that wait for space, seconds since the first of them began; 0.0)."""
-        began = [p.waits_since_ns for index, p in self.processes.items() if index in self.alive and p.waits_since_ns]
-        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-        return len(began), max(0, now - min(began)) / 1e9 if began else 0.0
+    @property
+    def age_s(self) -> float | None:
+        """Of the arena; None if it is of an earlier boot."""
+        if self.head["boot"] != files.node_of(files.parse(self.address).directory)[1]:
+            return None
+        created_ns: int = self.head["created_ns"]
+        return max(0, time.clock_gettime_ns(time.CLOCK_BOOTTIME) - created_ns) / 1e9
+
+    @property
+    def directory(self) -> str | None:
+        """Of the run, or where the longest attached process runs; None if nobody is seen from here."""
+        where = files.parse(self.address)
+        living = sorted((self.processes[index] for index in self.alive), key=lambda process: process.since_ns)
+        return next((found for one in living if (found := where.directory_of(one.pid))), None)
+
+    def waiting(self) -> list[waiters.Waiter]:
+        """Who waits for space, the first of them first."""
+        return waiters.waiting(self.ctl, {index: self.processes[index] for index in self.alive}, self.names)
+
+    def keeper(self) -> waiters.Keeper | None:
+        """Who keeps most of the arena."""
+        return waiters.keeper(self.ctl, self.names)
 
     def rows(self, wanted: Filter, order: str | None = None, limit: int | None = None) -> Iterator[dict[str, Any]]:
         """Blocks as Arena.ls() has them, one at a time: largest, oldest or by tag first, else in slot order.
@@ -113,16 +146,33 @@ class Look:
         keys, slots = self.ctl.select(order, **wanted.arguments(self.processes))
         return self.ctl.rows(self.names, _ordered(keys, slots, limit, largest=order == "size"))
 
-    def suspects(self, newest: int | None, limit: int) -> tuple[int, list[dict[str, Any]]]:
-        """(how many, rows of the oldest with "why") of what may leak: shipped over OLD_STEPS steps ago, an orphan, or
-        with a dead owner or reader that nobody swept yet. newest: the step that trains now."""
+    def suspects(self, newest: int | None, limit: int, retained: int = 0) -> Suspects:
+        """What may leak: shipped over OLD_STEPS steps ago, an orphan, or with a dead owner or reader that nobody swept
+        yet. newest: the step that trains now; retained: how many steps the run is known to keep after their use."""
         dead = [index for index in self.processes if index not in self.alive]
-        before = 0 if newest is None else newest - OLD_STEPS
+        before = 0 if newest is None else newest - OLD_STEPS - retained
         births, slots = self.ctl.suspects(before, sum(1 << index for index in dead))
         names = self.names
         gone = {names.process(index) for index in dead}
-        rows = self.ctl.rows(names, _ordered(births, slots, limit, largest=False))
-        return len(slots), [{**row, "why": _why(row, gone, newest)} for row in rows]
+        ranks = 1 + max(
+            (int(p.name[len(RANK) :]) for p in self.processes.values() if RANK_NAME.fullmatch(p.name)), default=-1
+        )
+        found, nbytes, kept, kept_bytes = [], 0, 0, 0
+        for row in self.ctl.rows(names, _ordered(births, slots, None, largest=False)):
+            if _is_kept(row, ranks) and row["owner"] not in gone and not gone.intersection(row["held_by"]):
+                kept, kept_bytes = kept + 1, kept_bytes + (row["span_bytes"] or row["nbytes"])
+            else:
+                found.append(row)
+                nbytes += row["span_bytes"] or row["nbytes"]
+        rows = [{**row, "why": _why(row, gone, newest, before)} for row in found[:limit]]
+        return Suspects(len(found), nbytes, rows, kept, kept_bytes)
+
+    def missing(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Of each block what readers it waits for: {"count", "readers": [{"reader", "process"}]}, those of whom they
+        are."""
+        readers = Readers(self.ctl, self.processes) if any(row["readers"] for row in rows) else None
+        found = [readers.missing(row) if readers else Missing(0, ()) for row in rows]
+        return [{"count": left, "readers": [{"reader": i, "process": p} for i, p in those]} for left, those in found]
 
     def is_stopped(self, index: int) -> bool:
         """Whether a process lives and runs no instruction (SIGSTOP); False where it is not to be seen from here."""
@@ -169,14 +219,14 @@ class Look:
 
     # -------------------------------------------------------------------------------------------------------- events
 
-    def events(self, first: int = 0) -> list[dict[str, Any]]:
+    def events(self, first: int = 0, most: int = 4096) -> list[dict[str, Any]]:
         """What happened last, oldest first: number, event, process, age_s, slot, generation, detail, tag (while known).
 
-        At most 4,096 are kept. first: number of the first one wanted. detail: bytes; of ship the readers, of done the
-        reader, of adopt the owner before; slot of sweep and take over: the dead process.
+        At most 4,096 are kept. first: number of the first one wanted; most: of how many, the newest. detail: bytes; of
+        ship the readers, of done the reader, of adopt the owner before; slot of sweep and take over: the dead process.
         Those two and full are about no block and have no tag.
         """
-        found, names = self.ctl.events(first), self.names
+        found, names = self.ctl.events(first)[-most:], self.names
         here = self.ctl.rows(names, {slot for *_, slot, _, _ in found})
         tags = {(row["slot"], row["generation"]): row["tag"] for row in here}
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
@@ -196,7 +246,17 @@ class Look:
         ]
 
 
-def _why(row: dict[str, Any], dead: set[str], newest: int | None) -> list[str]:
+def _is_kept(row: dict[str, Any], ranks: int) -> bool:
+    """Whether every rank is done with a block, and who shipped it, whose number is behind theirs, is not: the run keeps
+    its step for a trainer that has to read it again. ranks: how many are known by their names."""
+    return (
+        row["owner"] is not None
+        and row["readers"] == len(row["done"]) + 1
+        and 0 <= max(row["done"], default=-1) < ranks
+    )
+
+
+def _why(row: dict[str, Any], dead: set[str], newest: int | None, before: int) -> list[str]:
     reasons = []
     if row["owner"] is None:
         reasons.append("its owner died")
@@ -204,7 +264,9 @@ def _why(row: dict[str, Any], dead: set[str], newest: int | None) -> list[str]:
         reasons.append("its owner is dead, not swept yet")
     if dead.intersection(row["held_by"]):
         reasons.append("a reader is dead, not swept yet")
-    if newest is not None and row["step"] is not None and row["step"] < newest - OLD_STEPS:
+    if row["state"] == "retired":
+        reasons.append("done with, but a view keeps it")
+    if newest is not None and row["step"] is not None and row["step"] < before:
         reasons.append(f"shipped {newest - row['step']} steps ago")
     return reasons
 
@@ -244,10 +306,22 @@ def check(address: str) -> None:
 
 
 def _parsed(address: str) -> files.Files:
+    """The files of an address, or of the only arena whose id begins so. ConfigError."""
     try:
         return files.parse(address)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        found = _beginning(address) if ID.fullmatch(address) else []
+        if len(found) == 1:
+            return found[0]
+        there = f": {', '.join(one.address for one in found)}" if found else ""
+        why = (
+            f"{len(found)} arenas here have an id that begins with {address}{there}" if ID.fullmatch(address) else error
+        )
+        raise ConfigError(str(why)) from None
+
+
+def _beginning(digits: str) -> list[files.Files]:
+    return [one for one in (*files.listed(), *files.listed_open()) if table.id_of(one.address).startswith(digits)]
 
 
 def _open(where: files.Files, part: str, opened: list[int]) -> int:
@@ -280,7 +354,7 @@ def find(handle: Handle) -> str:
     """Address of the arena that a handle belongs to. ForeignArena."""
     number = bytes(handle)[6:10].hex()
     for where in [*files.listed(), *files.listed_open()]:
-        if os.path.basename(where.key)[-32:].startswith(number):
+        if table.id_of(where.key).startswith(number):
             return where.address
     raise ForeignArena(
         f"no arena of uid {os.geteuid()} in {files.SHM} or open in a process begins with {number}; give its address"
@@ -288,7 +362,8 @@ def find(handle: Handle) -> str:
 
 
 def holders(handle: Handle, address: str | None = None) -> dict[str, Any]:
-    """Who has a block: its row of Arena.ls(), `alive` (which of those names live), and its last events.
+    """Who has a block: its row of Arena.ls(), `alive` (which of those names live), its last events, and what readers it
+    waits for: missing {"count", "readers": [{"reader", "process"}]}, those that are among `readers`.
 
     StaleHandle if it is gone; the message says what its slot holds now. ForeignArena.
     """
@@ -298,15 +373,22 @@ def holders(handle: Handle, address: str | None = None) -> dict[str, Any]:
         if row is None or row["handle"] != str(handle):
             now = "is free" if row is None else f"holds generation {row['generation']}, tag {row['tag']!r}"
             raise StaleHandle(
-                f"block {handle.slot} generation {handle.generation} of {seen.address} is gone: its slot {now}"
+                f"block {handle.slot} generation {handle.generation} of {seen.address} (run "
+                f"{table.plain(seen.head['run_id'])}) is gone: its slot {now}"
             )
         told = [
             one
             for one in seen.events()
             if (one["slot"], one["generation"]) == (row["slot"], row["generation"]) and one["event"] not in NO_BLOCK
         ]
-        alive = [names.process(index) for index in sorted(seen.alive)]
-        return {"address": seen.address, **row, "alive": alive, "events": told[-20:]}
+        return {
+            "address": seen.address,
+            "run_id": seen.head["run_id"],
+            **row,
+            "missing": seen.missing([row])[0],
+            "alive": [names.process(index) for index in sorted(seen.alive)],
+            "events": told[-20:],
+        }
 
 
 def where(given: str | None = None) -> list[files.Files]:
@@ -323,7 +405,8 @@ def is_directory(given: str) -> bool:
 
 
 def list_arenas(given: str | None = None) -> list[dict[str, Any]]:
-    """Each of `where(given)`: address, state (alive, dead, unfinished, corrupt, foreign), run_id, processes, counters.
+    """Each of `where(given)`: address, state (alive, dead, unfinished, corrupt, foreign), run_id, age_s, directory (of
+    the run, if somebody is attached), processes, counters.
 
     "error" instead of what could not be read.
     """
@@ -336,6 +419,8 @@ def list_arenas(given: str | None = None) -> list[dict[str, Any]]:
                         "address": one.address,
                         "state": "alive" if seen.is_live() else "dead",
                         "run_id": seen.head["run_id"],
+                        "age_s": seen.age_s,
+                        "directory": seen.directory,
                         "processes": len(seen.alive),
                         **seen.counts()[0],
                     }

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shmrl.arena import shares, table
+from shmrl.arena import readers, shares, table
+from shmrl.arena._arena import span_bytes
 from shmrl.arena.memory import human, mount_limit
 from shmrl.errors import ArenaError, ArenaFull
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shmrl.arena.arena import Arena
 
 TOP = 5  # holders that are named, and dead ones
+LONG_S = 1.0  # who waited for so long has the time for a walk over what was shipped
 
 
 def full(arena: Arena, nbytes: int, waited_s: float, tag: str = "", *, could_spill: bool = False) -> ArenaFull:
@@ -30,17 +32,24 @@ def full(arena: Arena, nbytes: int, waited_s: float, tag: str = "", *, could_spi
         top = sorted(groups["holder"].items(), key=lambda item: -item[1][1])[:TOP]
         processes = table.processes(look.processes())
         held = "; ".join(_held(arena, look, key, *row, processes) for key, row in top)
+        awaited = readers.awaited(look, processes)[:TOP] if waited_s > LONG_S else []
     why = f"; it cannot grow: {arena._refused[1]}" if arena._refused else ""
     why += "; no wait helps: the block is larger than the arena" if nbytes > stats["capacity_bytes"] else ""
     why += _spill_room(arena, stats, could_spill)
     if (mine := arena._share(tag)) is not None:
         why += f"; {shares.refusal(guaranteed, *mine)}"
     return ArenaFull(
-        f"no room for {human(nbytes)} after {waited_s:.1f} s: {human(stats['used_bytes'])} "
+        f"no room for {_rounded(nbytes)} after {waited_s:.1f} s: {human(stats['used_bytes'])} "
         f"of {human(stats['committed_bytes'])} committed ({human(stats['capacity_bytes'])} capacity) "
         f"are used by {stats['blocks']} blocks, {stats['orphaned']} of them orphans{why}. "
-        f"Top holders: {held or 'none'}"
+        f"Top holders: {held or 'none'}" + "".join(f"; {human(nbytes)} wait for {who}" for who, nbytes in awaited)
     )
+
+
+def _rounded(nbytes: int) -> str:
+    """Bytes that are asked for, and what they take where that is much more: cells below, pages above 32 KiB."""
+    takes = span_bytes(nbytes)
+    return f"{human(nbytes)} ({human(takes)} of the arena)" if takes - nbytes > nbytes / 8 else human(nbytes)
 
 
 def hopeless(arena: Arena, nbytes: int, *, could_spill: bool) -> str:

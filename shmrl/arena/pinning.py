@@ -11,7 +11,6 @@ import ctypes
 import logging
 import re
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from shmrl.arena.arena import Arena
@@ -84,7 +83,5 @@ class Pinned:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

@@ -1,47 +1,72 @@
-"""What `shmrl arena ...` prints for people: `commands`' values as text, without colours, and a view that redraws.
+"""What `shmrl arena ...` prints for people: `commands`' values as text, without colours; `overview` has `top`.
 
-Called by the CLI. Tables are as wide as what is in them; the live view alone cuts to the terminal.
+Called by the CLI. Tables are as wide as what is in them, but for the list of arenas on a terminal.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from shmrl.arena import table
+from shmrl.arena import printed, readers, table
 from shmrl.arena.memory import human
 
 Row = dict[str, Any]
 ROWS = 20  # of one table of stats
-_SHARES: dict[bool, tuple[str, ...]] = {False: (), True: ("SHARE", "BORROWED")}
-_BLOCK = "{:>10}  {:<24} {:>6} {:>9}  {:<28} {:<44} {}"
+_BLOCK = "{:>10}  {:<24} {:>6} {:>9}  {:<28} {:<28} {:<44} {}"
 
 
-def ls(rows: list[Row]) -> str:
-    """A table, one line per arena; why, below, for those that could not be read."""
+def ls(rows: list[Row], width: int | None = None) -> str:
+    """A table, one line per arena; why, below, for those that could not be read. width: of a terminal."""
     if not rows:
         return f"no arenas of uid {os.geteuid()} in /dev/shm or open in a process"
-    lines = [("ADDRESS", "STATE", "RUN", "PROCESSES", "BLOCKS", "USED", "CAPACITY", "SPILLED")]
-    for row in rows:
+    addresses = [row["address"] for row in rows]
+    text = printed.columns(_arenas(rows, addresses))
+    if width is not None and max(map(len, text.splitlines())) > width:
+        text = printed.columns(_arenas(rows, printed.short(addresses).values()), width)
+    return "\n".join([text, *(f"  {row['error']}" for row in rows if "error" in row), *_may_go(rows)])
+
+
+def _arenas(rows: list[Row], addresses: Iterable[str]) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = []
+    lines.append(("ADDRESS", "STATE", "AGE", "RUN", "PROCESSES", "BLOCKS", "USED", "CAPACITY", "SPILLED", "DIRECTORY"))
+    for row, address in zip(rows, addresses, strict=True):
         if "error" in row:
-            lines.append((row["address"], row["state"], "", "", "", "", "", ""))
+            lines.append((address, row["state"], *[""] * 8))
             continue
+        old = "-" if row["age_s"] is None else printed.age(row["age_s"])
         sizes = (human(row[f"{key}_bytes"]) for key in ("used", "capacity", "spilled"))
         counts = (str(row["processes"]), str(row["blocks"]))
-        lines.append((row["address"], row["state"], _plain(row["run_id"]), *counts, *sizes))
-    return "\n".join([_table(lines), *(f"  {row['error']}" for row in rows if "error" in row)])
+        directory = table.plain(row["directory"] or "-")
+        lines.append((address, row["state"], old, table.plain(row["run_id"]), *counts, *sizes, directory))
+    return lines
+
+
+def _may_go(rows: list[Row]) -> list[str]:
+    """What of these arenas may be deleted, and what keeps blocks that nobody owns."""
+    dead = [row for row in rows if row["state"] == "dead"]
+    orphaned = [row for row in rows if row["state"] == "alive" and row.get("orphaned")]
+    notes = []
+    if dead:
+        held = human(sum(row.get("committed_bytes", 0) for row in dead))
+        notes.append(f"{len(dead)} dead, holding {held}: no process is attached, `shmrl arena gc` removes them")
+    notes += [
+        f"{row['address']} lives and keeps {row['orphaned']} orphans ({human(row['orphaned_bytes'])}), blocks of the "
+        "dead: its processes may still adopt them, and orphan_ttl_s frees them"
+        for row in orphaned
+    ]
+    if not notes and all(row["state"] == "alive" for row in rows):
+        notes.append("all of them live: each goes with its run; nothing is to be deleted")
+    return ["", *notes] if notes else []
 
 
 def blocks(rows: Iterable[Row], limit: int | None) -> Iterator[str]:
     """A heading and a line per block, as they come; a note if there are more than `limit`."""
     rows = iter(rows)
     first = list(islice(rows, 1))  # an error comes before the heading
-    yield _BLOCK.format("BYTES", "STATE", "STEP", "AGE", "OWNER", "TAG", "HANDLE")
+    yield _BLOCK.format("BYTES", "STATE", "STEP", "AGE", "OWNER", "HELD BY", "TAG", "HANDLE")
     for n, row in enumerate(chain(first, rows)):
         if n == limit:
             yield f"... and more: --limit {2 * n}, or --source, --step, --holder, --state"
@@ -54,11 +79,12 @@ def _block(row: Row) -> str:
     nbytes = human(row["span_bytes"] or row["nbytes"])
     return _BLOCK.format(
         nbytes,
-        _state(row),
+        printed.state(row),
         step,
-        _age(row["age_s"]),
-        _plain(row["owner"] or "orphan"),
-        _plain(row["tag"] or "-"),
+        printed.age(row["age_s"]),
+        table.plain(row["owner"] or "orphan"),
+        printed.among(row["held_by"]) or "-",
+        table.plain(row["tag"] or "-"),
         row["handle"],
     )
 
@@ -71,107 +97,57 @@ def stats(rows: list[Row]) -> str:
 def _stats(row: Row) -> str:
     used, committed, capacity = (human(row[f"{key}_bytes"]) for key in ("used", "committed", "capacity"))
     lines = [
-        f"{row['address']}  run {_plain(row['run_id'])}",
+        f"{row['address']}  run {table.plain(row['run_id'])}",
         f"  {row['blocks']} blocks, {used} used (peak {human(row['peak_bytes'])}) of {committed} committed, "
         f"{capacity} capacity",
         f"  {row['created']} created, {row['freed']} freed, {row['orphaned']} orphaned "
         f"({human(row['orphaned_bytes'])}), {row['spilled']} spilled ({human(row['spilled_bytes'])}), "
         f"{row['waits']} waits",
     ]
-    lines += [f"  {_life(p):<7} {p['pid']:>8}  {_plain(p['name'])}" for p in row["attached"]]
+    lines += [f"  {_life(p):<7} {p['pid']:>8}  {table.plain(p['name'])}" for p in row["attached"]]
     for by in table.BY:
         groups = sorted(row.get(f"by_{by}", {}).items(), key=lambda item: -item[1]["bytes"])
         shared = any("share" in group for _, group in groups)
         cells = [
-            (_plain(name or "-"), str(group["blocks"]), human(group["bytes"]), *_shares(group, shared))
+            (table.label(by, name), str(group["blocks"]), human(group["bytes"]), *printed.shares(group, shared))
             for name, group in groups[:ROWS]
         ]
-        lines += _section((by.upper(), "BLOCKS", "BYTES", *_SHARES[shared]), cells)
+        lines += printed.section((by.upper(), "BLOCKS", "BYTES", *printed.shares_heading(shared)), cells)
         lines += [f"... and {len(groups) - ROWS} more (--json has them all)"] if len(groups) > ROWS else []
     return "\n".join(lines)
-
-
-def top(rows: list[Row]) -> str:
-    """Per arena: totals, suspects, the groups with the most bytes, the largest and the oldest blocks."""
-    return "\n\n".join(_top(row) for row in rows) if rows else "no live arenas"
-
-
-def _top(row: Row) -> str:
-    used, committed, capacity = (row[f"{key}_bytes"] for key in ("used", "committed", "capacity"))
-    step = "" if row["newest_step"] is None else f", step {row['newest_step']}"
-    spilled = f", {row['spilled']} spilled ({human(row['spilled_bytes'])})" if row["spilled"] else ""
-    lines = [
-        f"{row['address']}  run {_plain(row['run_id'])}  {human(used)} ({100 * used / capacity:.1f}%) of "
-        f"{human(capacity)} used, {human(committed)} committed, {row['blocks']} blocks, {row['orphaned']} orphans"
-        f"{spilled}{step}"
-    ]
-    if row["waiting"]:
-        lines.append(f"  {row['waiting']} processes wait for space, the first for {_age(row['oldest_wait_s'])}")
-    suspects = row["suspects"]
-    lines += _section(
-        (f"SUSPECTS ({suspects['blocks']})", "BYTES", "AGE", "WHY"),
-        [(*_sized(one), _age(one["age_s"]), "; ".join(one["why"])) for one in suspects["rows"]],
-    )
-    for by in table.BY:
-        shared = any("share" in one for one in row[by])
-        groups = [
-            (_plain(one[by] or "-"), human(one["bytes"]), str(one["blocks"]), *_shares(one, shared)) for one in row[by]
-        ]
-        lines += _section((by.upper(), "BYTES", "BLOCKS", *_SHARES[shared]), groups)
-    for which in ("largest", "oldest"):
-        found = [
-            (*_sized(one), _state(one), _plain(one["owner"] or "orphan"), _age(one["age_s"])) for one in row[which]
-        ]
-        lines += _section((which.upper(), "BYTES", "STATE", "OWNER", "AGE"), found)
-    return "\n".join(lines)
-
-
-def _shares(group: Row, shared: bool) -> tuple[str, ...]:
-    """The cells of a row by source, in a table of an arena with shares."""
-    return tuple(human(group[key]) if key in group else "" for key in ("share", "borrowed")) if shared else ()
-
-
-def _section(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """A table below an empty line; nothing when there are no rows."""
-    return ["", _table([heading, *rows])] if rows else []
-
-
-def _sized(row: Row) -> tuple[str, str]:
-    name = row["tag"] or f"block {row['slot']} generation {row['generation']}"
-    return _plain(name), human(row["span_bytes"] or row["nbytes"])
-
-
-def live(frame: Callable[[], str], period_s: float = 1.0) -> None:
-    """Redraws a frame on the terminal until Ctrl-C; a frame that takes long comes less often."""
-    while True:
-        began = time.monotonic()
-        width, height = shutil.get_terminal_size()
-        lines = [line[:width] for line in frame().splitlines()[: height - 1]]
-        sys.stdout.write("\x1b[H\x1b[J" + "\n".join(lines) + "\n")
-        sys.stdout.flush()
-        time.sleep(max(period_s, 4 * (time.monotonic() - began)))
 
 
 def holders(row: Row) -> str:
     """What is known of one block, one fact per line."""
 
     def life(name: str) -> str:
-        return _plain(name) + ("" if name in row["alive"] else ", DEAD")
+        return table.plain(name) + ("" if name in row["alive"] else ", DEAD")
 
-    done = ", ".join(map(str, row["done"])) or "none"
     where = "in a file" if "spilled" in row["flags"] else f"{human(row['span_bytes'])} of the arena"
     facts = (
-        ("block", f"{row['slot']} generation {row['generation']} of {row['address']}"),
-        ("state", _state(row)),
-        ("tag", _plain(row["tag"] or "-")),
+        (
+            "block",
+            f"{row['slot']} generation {row['generation']} of {row['address']} (run {table.plain(row['run_id'])})",
+        ),
+        ("state", printed.state(row)),
+        ("tag", table.plain(row["tag"] or "-")),
         ("bytes", f"{row['nbytes']} ({where})"),
-        ("age", _age(row["age_s"])),
+        ("age", printed.age(row["age_s"])),
         ("owner", "nobody: an orphan" if row["owner"] is None else life(row["owner"])),
         ("read by", "; ".join(life(name) for name in row["held_by"]) or "nobody"),
-        ("shipped to", f"{row['readers']} readers, step {row['step']}, done: {done}" if row["readers"] else "nobody"),
+        ("shipped to", _shipped(row)),
     )
     lines = [f"{name:<11} {value}" for name, value in facts]
     return "\n".join([*lines, *([""] if row["events"] else []), *(event(one) for one in row["events"])])
+
+
+def _shipped(row: Row) -> str:
+    """Example: "2 readers, step 7, done: 0, missing: reader 1 = trainer:1 (812)" """
+    if not row["readers"]:
+        return "nobody"
+    done = ", ".join(map(str, row["done"])) or "none"
+    missing = f", missing: {readers.told(row['missing'], row['alive'])}" if row["missing"]["count"] else ""
+    return f"{row['readers']} readers, step {row['step']}, done: {done}{missing}"
 
 
 def leak(row: Row) -> str:
@@ -179,12 +155,17 @@ def leak(row: Row) -> str:
 
     Example: "run/words/g7/3: 64.2 KiB, sealed, owner orchestrator (812), read by nobody, step 5: done 0 of 3 readers"
     """
-    held = ", ".join(map(_plain, row["held_by"])) or "nobody"
-    facts = [human(row["nbytes"]), _state(row), f"owner {_plain(row['owner'] or 'orphan')}", f"read by {held}"]
+    held = ", ".join(map(table.plain, row["held_by"])) or "nobody"
+    facts = [
+        human(row["nbytes"]),
+        printed.state(row),
+        f"owner {table.plain(row['owner'] or 'orphan')}",
+        f"read by {held}",
+    ]
     if row["readers"]:
         done = ", ".join(map(str, row["done"])) or "none"
         facts.append(f"step {row['step']}: done {done} of {row['readers']} readers")
-    return f"{_plain(row['tag'] or '-')}: {', '.join(facts)}"
+    return f"{table.plain(row['tag'] or '-')}: {', '.join(facts)}"
 
 
 def fsck(rows: list[Row]) -> str:
@@ -210,7 +191,7 @@ def event(one: Row) -> str:
         "full": f"no room for {human(detail)}",
     }.get(name, f"{block} {human(detail)}")
     when = f"{one['number']:>8}  -{one['age_s']:<9.3f}"
-    return f"{when} {_plain(one['process']):<24} {name:<9} {what}  {_plain(one['tag'])}".rstrip()
+    return f"{when} {table.plain(one['process']):<24} {name:<9} {what}  {table.plain(one['tag'])}".rstrip()
 
 
 def gc(result: Row) -> str:
@@ -227,26 +208,3 @@ def gc(result: Row) -> str:
 
 def _life(process: Row) -> str:
     return "STOPPED" if process["stopped"] else "alive" if process["alive"] else "DEAD"
-
-
-def _plain(text: str) -> str:
-    """What some process called itself or its block, on one line and harmless to a terminal."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def _state(row: Row) -> str:
-    return " ".join([row["state"], *row["flags"]])
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.1f} s"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )

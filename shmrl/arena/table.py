@@ -5,6 +5,7 @@ Used by statistics, ls and holders of attached processes and by the inspectors o
 
 from __future__ import annotations
 
+import bisect
 import struct
 import time
 from dataclasses import dataclass
@@ -15,7 +16,16 @@ STATES = ("free", "writing", "ready", "retired", "freeing")
 FLAGS = ("orphan", "shipped", "discarded", "spilled", "unchecked")
 BY = ("source", "step", "holder", "age", "field")  # csrc/arena_core.h: enum srl_by
 AGES = ("under 10 s", "under 1 min", "under 10 min", "under 1 h", "older")
+_AGES_END_S = (10, 60, 600, 3600)
 ORPHANS = "orphans"
+ORPHAN = "nobody: an orphan"
+UNNAMED = {
+    "source": "(no source in the tag)",
+    "step": "(no step)",
+    "holder": "(nobody)",
+    "field": "(no column: plain payload, tail, rounding)",
+    "age": "(no age)",
+}
 FLAGS_OF = [tuple(name for bit, name in enumerate(FLAGS) if value >> bit & 1) for value in range(1 << len(FLAGS))]
 
 
@@ -55,6 +65,32 @@ class Names(NamedTuple):
         if by == "age":
             return AGES[key]
         return "" if key is None else str(key)
+
+
+def label(by: str, name: str) -> str:
+    """What a group is called where people read it: one without a name says what is in it."""
+    return plain(name) or UNNAMED[by]
+
+
+def id_of(address: str) -> str:
+    """The 32 digits that an address ends with, however it is backed."""
+    return address[-32:]
+
+
+def keepers(row: dict[str, Any]) -> list[str]:
+    """Who keeps a block of Arena.ls() in the arena: its owner and readers; its readers alone once it is done with."""
+    owner = [] if row["state"] == "retired" else [row["owner"] or ORPHAN]
+    return [*owner, *row["held_by"]]
+
+
+def plain(text: str) -> str:
+    """What some process called itself or its block, on one line and harmless to a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def age_group(age_s: float) -> str:
+    """Of AGES, the group that a block of this age is counted in."""
+    return AGES[bisect.bisect_right(_AGES_END_S, age_s)]
 
 
 def names(attached: dict[int, Process]) -> Names:

@@ -1,9 +1,10 @@
-"""`shmrl arena ...` and `shmrl doctor`: looking into shared memory, without stopping anyone."""
+"""`shmrl arena ...`: looking into shared memory, without stopping anyone."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from typing import Annotated
@@ -46,7 +47,8 @@ class Ls:
             raise ConfigError(f"limit {self.limit}: 0 (all of them) or more")
         asked = wanted != Filter() or self.sort is not None or self.limit is not None
         if not asked and (self.address is None or is_directory(self.address)):
-            return show(commands.ls(self.address), render.ls, self.json)
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+            return show(commands.ls(self.address), lambda rows: render.ls(rows, width), self.json)
         limit = self.limit if self.limit is not None else (0 if self.json else 50)
         rows = commands.blocks(self.address, wanted, self.sort, limit + 1 if limit and not self.json else limit or None)
         return print_lines(map(json.dumps, rows) if self.json else render.blocks(rows, limit or None))
@@ -73,6 +75,8 @@ class Stats:
 class Top:
     """Who has the bytes: by holder, source, step, age and field; the largest, the oldest, and what may leak.
 
+    Of several arenas first a line each, those where somebody waits on top.
+
     On a terminal it redraws every second until Ctrl-C; into a pipe or with --json it prints once.
     """
 
@@ -84,11 +88,11 @@ class Top:
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
-        from shmrl.arena import commands, render
+        from shmrl.arena import commands, overview
 
         if self.json or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-            return show(commands.top(self.address, self.count), render.top, self.json)
-        render.live(lambda: render.top(commands.top(self.address, self.count)))
+            return show(commands.top(self.address, self.count), overview.top, self.json)
+        overview.live(lambda width, height: overview.top(commands.top(self.address, self.count), width, height))
         return 0
 
 
@@ -160,19 +164,6 @@ class Gc:
         from shmrl.arena import commands, render
 
         return show(commands.gc(self.address), render.gc, self.json)
-
-
-@dataclass
-class Doctor:
-    """Explain what this machine can and cannot do for a run."""
-
-    json: Switch = False
-    """Print JSON."""
-
-    def __call__(self, _: Flags) -> int:
-        from shmrl.arena import doctor
-
-        return show(doctor.doctor(), doctor.render, self.json)
 
 
 Command = (

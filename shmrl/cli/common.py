@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from shmrl.errors import ConfigError
+from shmrl.errors import ConfigError, PortInUse
 
 Flags = dict[str, str]
 Files = Annotated[
@@ -31,6 +32,21 @@ def run_tree(role: str, files: Sequence[Path], flags: Flags) -> Any:
     return tree
 
 
+@contextmanager
+def located(files: Sequence[Path], flags: Flags) -> Iterator[None]:
+    """What is wrong on this machine with a configuration names the files and flags it comes from, too."""
+    from shmrl.config import RunTree
+    from shmrl.config.faults import located
+    from shmrl.config.load import read_layers
+
+    try:
+        yield
+    except (ConfigError, PortInUse) as error:
+        _, origin = read_layers(files, flags)
+        lines = [located(problem, origin, RunTree.model_fields) for problem in error.problems]
+        raise type(error)(lines) from error
+
+
 def given(files: Sequence[Path]) -> Sequence[Path]:
     if not files:
         raise ConfigError("give at least one TOML file")
@@ -38,12 +54,24 @@ def given(files: Sequence[Path]) -> Sequence[Path]:
 
 
 def begin(role: str, log: Any) -> None:
+    """Log and title of a process that starts others. ConfigError where they would load another package than it."""
     from setproctitle import setproctitle
 
     from shmrl.monitor.log import setup
 
+    _unshadowed()
     setup(role, log)
     setproctitle(f"shmrl:{role}")
+
+
+def _unshadowed() -> None:
+    """`python -m` looks into the working directory first, and the `shmrl` command does not."""
+    installed, here = Path(__file__).parents[1], Path.cwd() / "shmrl"
+    if not sys.flags.safe_path and (here / "__init__.py").exists() and not here.samefile(installed):
+        raise ConfigError(
+            f"{here} hides the installed package ({installed}) from the processes that are started here: install this "
+            "source with pip install -e, or run in another directory"
+        )
 
 
 def show(value: Any, render: Callable[[Any], str], as_json: bool) -> int:
@@ -60,6 +88,6 @@ def print_lines(lines: Iterable[str]) -> int:
         return 128 + signal.SIGPIPE
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"shmrl: the output cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"shmrl: error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return 0

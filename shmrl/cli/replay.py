@@ -26,9 +26,9 @@ class Export:
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
-        from shmrl.orchestrator import replay
+        from shmrl.orchestrator import export
 
-        return show(replay.export(self.step, self.run, self.out, self.micro_batch), replay.exported, self.json)
+        return show(export.export(self.step, self.run, self.out, self.micro_batch), export.exported, self.json)
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Show:
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
-        from shmrl.payload import replay
+        from shmrl.payload import reassemble
 
-        return show(replay.show(self.file), replay.shown, self.json)
+        return show(reassemble.show(self.file), reassemble.shown, self.json)
 
 
 @dataclass
@@ -56,9 +56,9 @@ class Assemble:
     """Print JSON."""
 
     def __call__(self, _: Flags) -> int:
-        from shmrl.payload import replay
+        from shmrl.payload import reassemble
 
-        return show(replay.assembled(self.file, self.npz), replay.assembled_lines, self.json)
+        return show(reassemble.assembled(self.file, self.npz), reassemble.assembled_lines, self.json)
 
 
 Command = (

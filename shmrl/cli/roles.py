@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 
-from shmrl.cli.common import Files, Flags, Switch, begin, given, run_tree
+from shmrl.cli.common import Files, Flags, Switch, begin, given, located, run_tree
 
 
 @dataclass
-class Run:
-    """Check everything, start every process of a run, watch them, tear all of it down."""
+class _Output:
+    """What a command that may find its output directory used has in common with others."""
 
     files: Files
-    dry_run: Switch = False
-    """Write the resolved configs and print what would be started; start nothing."""
     resume: Switch = False
     """Continue a used output directory from its last checkpoint."""
     clean: Switch = False
     """Remove what an earlier run left in the output directory."""
+    slurm: Switch = False
+    """Submit it as a SLURM job, as [slurm] and [deployment] say; with --dry-run print its script."""
+
+
+@dataclass
+class Run(_Output):
+    """Check everything, start every process of a run, watch them, tear all of it down."""
+
+    dry_run: Switch = False
+    """Write the resolved configs and print what would be started; start nothing."""
 
     def __call__(self, flags: Flags) -> int:
         tree = run_tree("launcher", self.files, flags)
-        from shmrl.launcher import run
+        from shmrl.launcher import run, slurm
 
-        do = run.dry_run if self.dry_run else run.run
-        return do(tree, resume=self.resume, clean=self.clean)
+        options = {"resume": self.resume, "clean": self.clean}
+        do = slurm.submit if self.slurm else run.dry_run if self.dry_run else run.run
+        if self.dry_run and (self.slurm or tree.deployment.several):
+            do = functools.partial(slurm.dry_run, slurm=self.slurm)
+        with located(self.files, flags):
+            return do(tree, **options)
 
 
 @dataclass
-class Node:
+class Node(_Output):
     """Create the arena, the token and the initial model of a run whose roles are started by hand."""
-
-    files: Files
-    resume: Switch = False
-    """Continue a used output directory from its last checkpoint."""
-    clean: Switch = False
-    """Remove what an earlier run left in the output directory."""
 
     def __call__(self, flags: Flags) -> int:
         tree = run_tree("node", self.files, flags)
+        from shmrl.monitor.exposition import exposed
         from shmrl.node import host
 
-        return host.main(tree, resume=self.resume, clean=self.clean)
+        serves = tree.arena.address is not None  # a node server; else it hosts the run, and makes the directory
+        with exposed("node", tree.metrics_dir if serves else None):
+            return host.main(tree, resume=self.resume, clean=self.clean)
 
 
 @dataclass
@@ -56,8 +66,10 @@ class Orchestrator:
     def __call__(self, flags: Flags) -> int:
         tree = run_tree("orchestrator", self.files, flags)
         from shmrl import orchestrator
+        from shmrl.monitor.exposition import exposed
 
-        return orchestrator.main(tree, self.resume)
+        with exposed("orchestrator", tree.metrics_dir):
+            return orchestrator.main(tree, self.resume)
 
 
 @dataclass
@@ -85,8 +97,10 @@ class Trainer:
             command = torch_command(tree, [*again, *(name for name, on in switches.items() if on)])
             os.execv(command[0], command)
         from shmrl import trainer
+        from shmrl.monitor.exposition import exposed
 
-        return trainer.main(tree, self.resume, self.fake_data)
+        with exposed(f"trainer:{rank}", tree.metrics_dir if rank == "0" else None):
+            return trainer.main(tree, self.resume, self.fake_data)
 
 
 @dataclass
@@ -105,12 +119,17 @@ class Inference:
 
         require_torch()
         from shmrl.inference.embedded import server
+        from shmrl.node.published import Addresses
 
-        engine = tree.inference
+        engine, port, publish = tree.inference, tree.inference.port, None
+        if tree.job is not None:
+            addresses = Addresses(tree.job)
+            port = addresses.port("inference", "inference")
+            publish = functools.partial(addresses.publish, "inference", "inference")
         server.run(
             tree.newest_weights,
             engine.host,
-            engine.port,
+            port,
             served_name=tree.model.name,
             dtype=engine.dtype,
             device=engine.device,
@@ -121,22 +140,35 @@ class Inference:
             return_routed_experts="routing" in tree.captured,
             return_sampling_mask="mask" in tree.captured,
             seed=tree.run.seed,
+            publish=publish,
         )
         return 0
 
 
 @dataclass
 class EnvServer:
-    """Serve one environment: a pool of worker processes behind one address."""
+    """Serve one environment: a pool of worker processes behind one address. With [gym], or with YAML files in NeMo
+    Gym's nesting: environment servers of NeMo Gym."""
 
     files: Files
 
     def __call__(self, flags: Flags) -> int:
         from shmrl.config import load_env_server
+        from shmrl.config.nesting import is_nesting
 
-        config = load_env_server(given(self.files), flags)
+        files = given(self.files)
+        config = None if any(map(is_nesting, files)) else load_env_server(files, flags)
+        if config is None or config.gym is not None:
+            from shmrl.env.episodes.plan import planned
+            from shmrl.env.episodes.server import main
+
+            plan = planned(files, flags)
+            begin("env-server:gym", plan.log)
+            return main(plan)
         begin(f"env-server:{config.name}", config.log)
-        from shmrl.env import server
+        from shmrl.env import running
+        from shmrl.monitor.exposition import exposed
 
-        server.main(config)
+        with exposed(f"env-server {config.split}/{config.name}", config.metrics_dir):
+            running.main(config)
         return 0

@@ -4,26 +4,22 @@ Every process reads its resolved file with `load_run` / `load_env_server`; only 
 not here is an error; a key that is here does something.
 """
 
+from shmrl.config.deployment import Deployment, JobConfig
+from shmrl.config.host import ArenaConfig, NodeConfig
 from shmrl.config.load import dump_toml, env_server_from, load_env_server, load_eval, load_run, read_layers
-from shmrl.config.tables import ArenaConfig, Log, Loss, ModelConfig, NodeConfig, TinyModel
-from shmrl.config.tree import (
-    EnvServerConfig,
-    EvalConfig,
-    EvalSource,
-    RunTree,
-    Sampling,
-    ServeConfig,
-    TrainSource,
-    socket_dir,
-    socket_root,
-)
+from shmrl.config.sources import EvalSource, Sampling, ServeConfig, TrainSource, WorkerPool
+from shmrl.config.tables import Log, ModelConfig, TinyModel
+from shmrl.config.training import Loss
+from shmrl.config.tree import EnvServerConfig, EvalConfig, RunTree, socket_dir, socket_root
 from shmrl.units import parse_bytes
 
 __all__ = [
     "ArenaConfig",
+    "Deployment",
     "EnvServerConfig",
     "EvalConfig",
     "EvalSource",
+    "JobConfig",
     "Log",
     "Loss",
     "ModelConfig",
@@ -33,6 +29,7 @@ __all__ = [
     "ServeConfig",
     "TinyModel",
     "TrainSource",
+    "WorkerPool",
     "dump_toml",
     "env_server_from",
     "load_env_server",

@@ -9,6 +9,8 @@ from __future__ import annotations
 from shmrl.config import RunTree
 from shmrl.config.shape import ModelShape
 
+HIGH, LOW = 0.90, 0.75  # of the arena: above the one no group of episodes starts, below the other they start again
+
 
 def bytes_per_token(tree: RunTree, shape: ModelShape) -> dict[str, float]:
     """Bytes of one token by column; an upper bound (sampling masks count their top_k)."""

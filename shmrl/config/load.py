@@ -6,7 +6,6 @@ file line mean the same. Called by the CLI in every process.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from shmrl.config import faults
 from shmrl.config.addresses import redacted
 from shmrl.config.tree import EnvServerConfig, EvalConfig, RunTree
 from shmrl.errors import ConfigError
@@ -74,6 +74,17 @@ def _set(tree: dict[str, Any], dotted: str, value: Any, origin: dict[str, str]) 
     origin[".".join([*path, last])] = f"--{dotted}"
 
 
+def put(tree: dict[str, Any], dotted: str, raw: str) -> None:
+    """Put one flag into plain nested tables, whose keys are nobody's attributes: a "-" in them stays one."""
+    *path, last = dotted.split(".")
+    where: Any = tree
+    for depth, part in enumerate(path):
+        where = where.setdefault(part, {})
+        if not isinstance(where, dict):
+            raise ConfigError(f"--{dotted}: {'.'.join(path[: depth + 1])} is a value, not a table")
+    where[last] = _flag_value(raw)
+
+
 def _index(where: Any, part: str, path: list[str], dotted: str) -> int:
     """The list index a flag names, or an error that says what is there instead."""
     if not isinstance(where, list):
@@ -108,7 +119,16 @@ def env_server_from(tree: RunTree, index: int) -> EnvServerConfig:
     env = source.env
     if env.urls:
         env = env.model_copy(update={"args": {**env.args, "sessions": list(tree.remote_sessions(env.urls))}})
-    return EnvServerConfig(name=source.name, split=split, env=env, serve=serve, arena=tree.arena, log=tree.log)
+    return EnvServerConfig(
+        name=source.name,
+        split=split,
+        env=env,
+        serve=serve,
+        arena=tree.arena,
+        log=tree.log,
+        job=tree.job,
+        metrics_dir=tree.metrics_dir,
+    )
 
 
 def load_eval(given: str, flags: Mapping[str, str] | None = None) -> list[EvalConfig]:
@@ -138,64 +158,7 @@ def validated(model: type[T], tree: dict[str, Any], origin: Mapping[str, str] | 
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError([_line(model, item, origin or {}) for item in error.errors()]) from None
-
-
-def _line(model: type[BaseModel], item: Any, origin: Mapping[str, str]) -> str:
-    """One fault as `file: dotted.key = value: what is wrong`; of secrets, without the value."""
-    path = [str(part) for part in item["loc"]]
-    dotted = ".".join(path)
-    source = _source(path, origin)
-    if item["type"] == "extra_forbidden":
-        given = redacted(f"{dotted} = {item['input']!r}")
-        return _join(source, given, "unknown key" + _did_you_mean(model, path))
-    if item["type"] == "missing":
-        return _join(source, dotted, "missing")
-    message = item["msg"].removeprefix("Value error, ")
-    hidden = isinstance(item["input"], (dict, list)) or path[-1] == "token"
-    return redacted(_join(source, dotted if hidden else f"{dotted} = {item['input']!r}", message))
-
-
-def _source(path: list[str], origin: Mapping[str, str]) -> str:
-    """Who gave the value at `path`: the file it stands in, and every flag below it."""
-    file = next((origin[key] for n in range(len(path), 0, -1) if (key := ".".join(path[:n])) in origin), "")
-    below = ".".join([*path, ""])
-    flags = [given for key, given in origin.items() if key.startswith(below) and given.startswith("--")]
-    return ", ".join([*([file] if file else []), *flags])
-
-
-def _join(*parts: str) -> str:
-    return ": ".join(part for part in parts if part)
-
-
-def _did_you_mean(model: type[BaseModel], path: list[str]) -> str:
-    """A suggestion among the keys of the table that the unknown key stands in."""
-    known = _keys_at(model, path[:-1])
-    close = difflib.get_close_matches(path[-1], known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(known)}" if known else ""
-
-
-def _keys_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    table: Any = model
-    for part in path:
-        if part.isdigit():
-            continue
-        info = table.model_fields.get(part)
-        table = _table_of(info.annotation) if info is not None else None
-        if table is None:
-            return []
-    return [info.alias or name for name, info in table.model_fields.items()]
-
-
-def _table_of(annotation: Any) -> type[BaseModel] | None:
-    """The table class inside Optional / list / Annotated."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        found = _table_of(argument)
-        if found is not None:
-            return found
-    return None
+        raise ConfigError(faults.lines(model, tree, error, origin or {})) from None
 
 
 def dump_toml(table: BaseModel) -> str:

@@ -21,8 +21,9 @@ from shmrl.config.load import dump_toml, env_server_from
 from shmrl.config.tree import RunTree
 from shmrl.errors import ConfigError
 
-_RESULTS = ("run.json", "metrics.jsonl", "weights", "checkpoints", "rollouts")
-_OURS = (*_RESULTS, "configs", "logs", "node.toml")
+_RESULTS = ("run.json", "metrics.jsonl", "warmup.json", "weights", "checkpoints", "rollouts", "tensorboard", "wandb")
+_PREPARED = ("configs", "job.sbatch")  # what a dry run leaves
+_OURS = (*_RESULTS, *_PREPARED, "logs", "node.toml", "envs", "addresses", "drain")
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -51,35 +52,45 @@ def write_atomic(path: Path, content: str | bytes, mode: int = 0o666) -> None:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of one run.
+    """Paths of one run; of a run over several nodes, as `node` writes them.
 
-    Example: RunDir(Path("runs/x"), attempt=2).env_log("train", "a") is runs/x/logs/attempt_2/envs/train/a.log
+    Example: RunDir(Path("runs/x"), attempt=2).env_log("train", "a") is runs/x/logs/attempt_2/envs/train/a.log, and
+    RunDir(Path("runs/x"), 2, "node3").env_log("train", "a") is runs/x/logs/attempt_2/envs/train/a.node3.log
     """
 
     root: Path
     attempt: int
+    node: str = ""
 
     @property
     def logs(self) -> Path:
         return self.root / "logs" / f"attempt_{self.attempt}"
 
     def log(self, role: str) -> Path:
-        """Log of launcher, orchestrator, trainer or inference."""
-        return self.logs / f"{role}.log"
+        """Log of launcher, orchestrator, trainer, inference or node. Of orchestrators there is only one."""
+        return self.logs / self._of_node(role if role != "orchestrator" else "", f"{role}.log")
 
     def env_log(self, split: str, name: str) -> Path:
-        return self.logs / "envs" / split / f"{name}.log"
+        return self.logs / "envs" / split / self._of_node(name, f"{name}.log")
+
+    def _of_node(self, replicated: str, single: str) -> str:
+        return f"{replicated}.{self.node}.log" if self.node and replicated else single
 
     def config(self, role: str) -> Path:
         """Resolved file of orchestrator, trainer or inference."""
-        return self.root / "configs" / f"{role}.toml"
+        return self.root / "configs" / self.node / f"{role}.toml"
 
     def env_config(self, split: str, name: str) -> Path:
-        return self.root / "configs" / "envs" / split / f"{name}.toml"
+        return self.root / "configs" / self.node / "envs" / split / f"{name}.toml"
 
     @property
     def record(self) -> Path:
         return self.root / "run.json"
+
+    @property
+    def drain(self) -> Path:
+        """Whoever makes this file asks the run to finish its step, write a checkpoint and end."""
+        return self.root / "drain"
 
     def write_configs(self, tree: RunTree) -> None:
         """The resolved configuration of every role, as `shmrl <role> FILE` reads it, for this user alone: an env
@@ -130,7 +141,7 @@ def _require_ours(output_dir: Path) -> None:
     """A run writes run.json, and `shmrl node` node.toml, before all but what a dry run leaves; who has neither may have
     named his own things as we name ours."""
     there = [name for name in _OURS if (output_dir / name).exists()]
-    if there in ([], ["configs"]) or "node.toml" in there:
+    if set(there) <= {*_PREPARED} or "node.toml" in there:
         return
     try:
         if "status" in json.loads((output_dir / "run.json").read_text()):

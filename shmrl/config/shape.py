@@ -47,8 +47,11 @@ def model_shape(tree: RunTree) -> ModelShape:
     path = Path(str(tree.model.path)) / "config.json"
     try:
         return read_shape(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path: {path} does not describe a model: {type(error).__name__}: {error}") from error
+    except OSError as error:
+        why = f"{error.strerror}: it is a directory in Hugging Face layout"
+    except (ValueError, KeyError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise ConfigError(f"model.path: {path} does not describe a model: {why}")
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:

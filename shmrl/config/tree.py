@@ -1,4 +1,4 @@
-"""The shape of the configuration, as pydantic models: names, defaults, ranges and the rules between keys.
+"""The whole configuration: every table in its place, the rules between them, and what follows from the file alone.
 
 `RunTree` is what `shmrl run` and every role but the env server reads; `EnvServerConfig` is what `shmrl env-server`
 reads. What needs the machine (ports, shared memory, a checkpoint's config.json, env ids) is checked by the launcher's
@@ -10,265 +10,35 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from shmrl.config.addresses import redacted
+from shmrl.config.deployment import Deployment, JobConfig, Slurm
+from shmrl.config.engine import Inference
+from shmrl.config.gym import GymConfig
+from shmrl.config.host import ArenaConfig, NodeConfig
+from shmrl.config.orchestrator import Orchestrator
+from shmrl.config.sources import EnvSpec, EvalSource, LegacySpec, Sampling, ServeConfig, TrainSource, with_env
 from shmrl.config.tables import (
     LONGEST_TAG,
     PROCESS_SLOTS,
-    Address,
-    ArenaConfig,
-    Count,
-    HostPort,
-    Inference,
     Log,
     ModelConfig,
     Monitor,
     Name,
-    NodeConfig,
-    Port,
-    Positive,
+    Problems,
     Run,
     Table,
-    Trainer,
-    Url,
     Warmup,
-    reachable,
 )
+from shmrl.config.training import Trainer
 
-
-class Sampling(Table):
-    """`sampling`: how a source's tokens are drawn. Truncated sampling needs top_k, which bounds its masks."""
-
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int = -1
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    max_tokens: Positive = 128
-
-    @property
-    def truncated(self) -> bool:
-        """True when some ids can be excluded, so that every sampled token needs its kept set."""
-        return self.top_p < 1 or self.min_p > 0 or self.top_k > 0
-
-    @model_validator(mode="after")
-    def _bounded(self) -> Sampling:
-        if self.top_k == 0 or self.top_k < -1:
-            raise ValueError(f"top_k = {self.top_k}: use -1 for no limit, or a positive number")
-        if (self.top_p < 1 or self.min_p > 0) and self.top_k < 1:
-            raise ValueError(
-                f"truncated sampling (top_p = {self.top_p}, min_p = {self.min_p}) without top_k: the sampler's kept "
-                "set would have no bound; set top_k (for example 64)"
-            )
-        return self
-
-
-REMOTE = "openenv:"
-
-
-def remote_urls(env_id: str) -> list[str]:
-    """The URLs of an env id that is remote; else an empty list. Example: "openenv:http://a:8000,http://b:8000" """
-    urls = env_id.removeprefix(REMOTE).split(",") if env_id.startswith(REMOTE) else []
-    return urls if all(re.match(r"https?://[^\s/]", url) for url in urls) else []
-
-
-class EnvSpec(Table):
-    """`env`: which environment, by bundled name, `module:attribute` or `openenv:<url>[,<url>...]`, and its arguments.
-
-    url: one server's address or several's, a short way to write `id = "openenv:..."`. What comes from elsewhere needs
-    max_turns: nobody here knows when it would end.
-    """
-
-    id: str
-    url: Url | list[Url] | None = None
-    args: dict[str, Any] = Field(default_factory=dict)
-    max_turns: Positive | None = None
-
-    @property
-    def urls(self) -> list[str]:
-        """Of the servers that someone else runs; empty for an environment of this machine."""
-        return remote_urls(self.id)
-
-    @property
-    def evaluations(self) -> int:
-        """Sessions that a remote environment's evaluations share."""
-        return int(self.args.get("evaluation_sessions", 1))
-
-    def without_secrets(self) -> EnvSpec:
-        """The same, to be shown or kept: its URLs end after their hosts."""
-        return self.model_copy(update={"id": redacted(self.id), "url": None})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_url(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not given.get("url"):
-            return given
-        urls = [given["url"]] if isinstance(given["url"], str) else given["url"]
-        named = REMOTE + ",".join(map(str, urls))
-        if given.get("id", named) != named:
-            raise ValueError(f"id = {given['id']!r} and url: give one of them")
-        return {**given, "id": named}
-
-    @model_validator(mode="after")
-    def _turns(self) -> EnvSpec:
-        if self.urls and self.max_turns is None:
-            raise ValueError(f"max_turns is required for {self.id}: the environment is someone else's")
-        return self
-
-
-class StaticPool(Table):
-    """`serve.pool`: a fixed number of worker processes."""
-
-    kind: Literal["static"] = "static"
-    workers: Positive = 1
-
-
-class ServeConfig(Table):
-    """`[serve]`: how one environment is hosted. A source's address is derived unless it is given.
-
-    http: "host:port". With protocols = ["openenv"] sessions are served there, beside the native protocol or, in an env
-    server's own file without an address, instead of it; without protocols the blocks of a server with an arena of its
-    own, to clients on other hosts. max_concurrent_envs, idle_timeout_s (0: none), token: of sessions;
-    request_timeout_s bounds each of their messages.
-    sandbox: where the environment runs what a model wrote; environments that do refuse to load without one.
-    """
-
-    address: Address | None = None
-    http: HostPort | None = None
-    pool: StaticPool = StaticPool()
-    max_concurrent: Positive = 1024
-    request_timeout_s: Annotated[float, Field(ge=0)] = 300.0
-    restart_budget: Count = 5
-    sandbox: Literal["bwrap"] | None = None
-    protocols: list[Literal["openenv"]] = Field(default_factory=list)
-    max_concurrent_envs: Positive = 64
-    idle_timeout_s: Annotated[float, Field(ge=0)] = 900.0
-    token: Annotated[str, Field(pattern=r"^[A-Za-z0-9._~-]{8,}$")] | None = None
-
-    @property
-    def serves_blocks(self) -> bool:
-        """Whether `http` is for blocks of the server's own arena."""
-        return self.http is not None and not self.protocols
-
-    @model_validator(mode="after")
-    def _served(self) -> ServeConfig:
-        if self.http is not None and not self.protocols:
-            reachable(self.http)
-        if self.protocols and self.http is None:
-            raise ValueError(f'protocols = {self.protocols} need http = "host:port"')
-        return self
-
-
-class Source(Table):
-    """What train and eval sources share."""
-
-    name: Name
-    env: EnvSpec
-    sampling: Sampling = Sampling()
-    serve: ServeConfig = ServeConfig()
-
-    def without_secrets(self) -> Self:
-        """The same source, which can be talked about and not connected to."""
-        return self.model_copy(
-            update={"env": self.env.without_secrets(), "serve": self.serve.model_copy(update={"token": None})}
-        )
-
-
-class TrainSource(Source):
-    """`[[orchestrator.train.source]]`: episodes to learn from; `ratio` weighs sources against each other."""
-
-    ratio: Annotated[float, Field(gt=0)] = 1.0
-    group_size: Positive | None = None
-
-
-class EvalSource(Source):
-    """`[[orchestrator.eval.source]]`: every `interval` steps (and before the first and after the last), n examples."""
-
-    interval: Positive = 10
-    num_examples: Positive = 64
-    rollouts_per_example: Positive = 1
-
-
-class TrainSources(Table):
-    source: Annotated[list[TrainSource], Field(min_length=1)]
-
-
-class EvalSources(Table):
-    source: list[EvalSource] = Field(default_factory=list)
-
-
-class Filters(Table):
-    """`[orchestrator.filters]`: which groups are not worth a gradient."""
-
-    zero_advantage: bool = True
-
-
-class Advantage(Table):
-    """`[orchestrator.advantage]`: GRPO's group mean with options, or `custom` by import path `module:function`."""
-
-    kind: Literal["grpo", "custom"] = "grpo"
-    std: bool = False
-    leave_one_out: bool = False
-    length_penalty: Annotated[float, Field(ge=0)] = 0.0
-    path: str | None = None
-
-    @model_validator(mode="after")
-    def _custom(self) -> Advantage:
-        if (self.kind == "custom") != (self.path is not None):
-            raise ValueError("advantage.path belongs to kind = 'custom', and only there")
-        return self
-
-
-class Orchestrator(Table):
-    """`[orchestrator]`: batches, concurrency, staleness, sources. batch_size counts episodes per step."""
-
-    batch_size: Positive | None = None
-    token_batch_size: Positive | None = None
-    group_size: Positive = 8
-    seq_len: Positive = 1024
-    max_inflight: Positive | None = None
-    max_off_policy_steps: Count = 1
-    env_server_base_port: Port = 5000
-    connect_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    filters: Filters = Filters()
-    advantage: Advantage = Advantage()
-    train: TrainSources
-    eval: EvalSources = EvalSources()
-
-    @property
-    def inflight(self) -> int:
-        """Permits for episodes: max_inflight, else one batch ahead of the one being collected."""
-        return self.max_inflight or 2 * (self.batch_size or 64 * self.group_size)
-
-    @model_validator(mode="after")
-    def _batches(self) -> Orchestrator:
-        problems = []
-        if (self.batch_size is None) == (self.token_batch_size is None):
-            problems.append("give exactly one of batch_size and token_batch_size")
-        for source in self.train.source:
-            size = source.group_size or self.group_size
-            if self.batch_size and self.batch_size % size:
-                problems.append(
-                    f"batch_size = {self.batch_size} is not a multiple of {source.name}'s group_size = {size}"
-                )
-            if size > self.inflight:
-                problems.append(f"{source.name}'s group_size = {size} exceeds max_inflight = {self.inflight}")
-        names = [source.name for source in (*self.train.source, *self.eval.source)]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            problems.append(f"two sources are called {name!r}; names must differ across train and eval")
-        if self.env_server_base_port + len(names) - 1 > 65535:
-            problems.append(
-                f"env_server_base_port = {self.env_server_base_port} leaves no room for {len(names)} servers"
-            )
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+METRICS = "metrics"  # below the socket directory: where processes answer for Prometheus
 
 
 def socket_root() -> Path:
@@ -276,9 +46,10 @@ def socket_root() -> Path:
     return Path(tempfile.gettempdir()) / f"shmrl-{os.getuid()}"
 
 
-def socket_dir(output_dir: Path) -> Path:
-    """The one of the run that writes to `output_dir`."""
-    return socket_root() / hashlib.blake2s(str(output_dir.resolve()).encode(), digest_size=6).hexdigest()
+def socket_dir(output_dir: Path, node: str = "") -> Path:
+    """The one of the run that writes to `output_dir`; of a run over several nodes, the one of `node`."""
+    name = f"{output_dir.resolve()}\0{node}" if node else str(output_dir.resolve())
+    return socket_root() / hashlib.blake2s(name.encode(), digest_size=6).hexdigest()
 
 
 class RunTree(Table):
@@ -294,6 +65,9 @@ class RunTree(Table):
     orchestrator: Orchestrator
     trainer: Trainer = Trainer()
     monitor: Monitor = Monitor()
+    deployment: Deployment = Deployment()
+    slurm: Slurm = Slurm()
+    job: JobConfig | None = None
 
     # --- derived: the same in every process, because it depends on the file alone ------------------------------------
 
@@ -303,10 +77,24 @@ class RunTree(Table):
         train = [("train", source) for source in self.orchestrator.train.source]
         return [*train, *[("eval", source) for source in self.orchestrator.eval.source]]  # type: ignore[list-item]
 
+    def source_key(self, index: int) -> str:
+        """The dotted key of source `index`, which is a flag, too. Example: "orchestrator.eval.source.0" """
+        split, _ = self.sources[index]
+        return f"orchestrator.{split}.source.{index - len(self.orchestrator.train.source) * (split == 'eval')}"
+
     def env_address(self, index: int) -> str:
-        """Address of source `index`: its own `serve.address`, else loopback at env_server_base_port + index."""
-        given = self.sources[index][1].serve.address
-        return given or f"tcp://127.0.0.1:{self.orchestrator.env_server_base_port + index}"
+        """Address of source `index`: its own `serve.address`, else loopback at env_server_base_port + index. A replica
+        takes a free port of its node, and publishes it."""
+        if given := self.sources[index][1].serve.address:
+            return given
+        if self.deployment.several:
+            return f"tcp://{self.host}:0"
+        return f"tcp://127.0.0.1:{self.orchestrator.env_server_base_port + index}"
+
+    @property
+    def host(self) -> str:
+        """This node's address for the others of a run over several; "<node>" where it is nobody's yet."""
+        return self.job.host if self.job else "<node>"
 
     def remote_sessions(self, urls: list[str]) -> tuple[int, int]:
         """(sessions for training, sessions for evaluation) that this run opens at most on these servers together."""
@@ -328,25 +116,41 @@ class RunTree(Table):
                 "arena": self.arena.model_copy(update={"base": base}),
                 "node": self.node.model_copy(update=files),
                 "inference": self.inference.model_copy(update={"python": python}),
+                "log": self.log.model_copy(update={"file": self.log.file and self.log.file.resolve()}),
+                "orchestrator": self._sources_as(lambda source: source.absolute()),
             }
         )
 
     def without_secrets(self) -> RunTree:
         """The same run for roles that reach no session server: without their tokens, which are in URLs too."""
+        return self.model_copy(update={"orchestrator": self._sources_as(lambda source: source.without_secrets())})
+
+    def _sources_as(self, changed: Callable[[Any], Any]) -> Orchestrator:
         tables = {}
         for split, config in (("train", self.orchestrator.train), ("eval", self.orchestrator.eval)):
-            sources = [source.without_secrets() for source in config.source]
-            tables[split] = config.model_copy(update={"source": sources})
-        return self.model_copy(update={"orchestrator": self.orchestrator.model_copy(update=tables)})
+            tables[split] = config.model_copy(update={"source": [changed(source) for source in config.source]})
+        return self.orchestrator.model_copy(update=tables)
 
     @property
     def socket_dir(self) -> Path:
         """Short node-local directory for this run's ipc sockets, token and shipped steps."""
-        return socket_dir(self.run.output_dir)
+        return socket_dir(self.run.output_dir, self.job.node if self.job else "")
+
+    @property
+    def given_up(self) -> Path:
+        """A file of this node that says: no orchestrator will come back."""
+        return self.socket_dir / "given-up"
+
+    @property
+    def metrics_dir(self) -> Path | None:
+        """Where its processes answer for Prometheus; None where they shall not."""
+        return self.socket_dir / METRICS if self.monitor.prometheus else None
 
     @property
     def trainer_address(self) -> str:
-        """Where the orchestrator binds for the trainer's ranks."""
+        """Where the orchestrator binds for the trainer's ranks; of several nodes' ranks, it publishes the port."""
+        if self.deployment.several and self.deployment.trainer_nodes > 1:
+            return f"tcp://{self.host}:0"
         return f"ipc://{self.socket_dir}/trainer.sock"
 
     @property
@@ -365,7 +169,8 @@ class RunTree(Table):
         Else None. Files there are mapped by who reads them: no disk, no copy through a socket.
         """
         hosts = {urlsplit(url).hostname for url in self.inference.urls}
-        here = hosts <= {"127.0.0.1", "::1", "localhost"} or self.inference.weight_transfer == "broadcast"
+        here = hosts <= {"127.0.0.1", "::1", "localhost"} and not self.deployment.several
+        here |= self.inference.weight_transfer == "broadcast"
         if self.inference.backend != "vllm" or not here:
             return None
         return Path("/dev/shm") / f"shmrl-weights-{os.getuid()}-{self.socket_dir.name}"
@@ -398,42 +203,78 @@ class RunTree(Table):
 
     @model_validator(mode="after")
     def _whole(self) -> RunTree:
+        Problems.check(
+            self._lengths()
+            + self._sources_fit()
+            + self._addresses()
+            + self._over_nodes()
+            + self._processes()
+            + self._trains()
+        )
+        return self
+
+    def _lengths(self) -> list[str]:
+        """Prompts need room, and padding must fit."""
         problems = []
-        longest = max(source.sampling.max_tokens for _, source in self.sources)
-        if longest >= self.inference.max_model_len:
-            problems.append(
-                f"sampling.max_tokens = {longest} does not fit inference.max_model_len = {self.inference.max_model_len}"
-            )
+        context, trained = self.inference.max_model_len, self.orchestrator.seq_len
+        for index, (split, source) in enumerate(self.sources):
+            asked = f"{self.source_key(index)}.sampling.max_tokens = {source.sampling.max_tokens}"
+            if source.sampling.max_tokens >= context:
+                problems.append(
+                    f"{asked} leaves no room for a prompt in inference.max_model_len = {context}: lower it, or raise "
+                    "inference.max_model_len"
+                )
+            elif split == "train" and source.sampling.max_tokens >= trained:
+                problems.append(
+                    f"{asked} leaves no room for a prompt in orchestrator.seq_len = {trained}: what is longer would be "
+                    "cut before it is trained on; lower it, or raise seq_len"
+                )
         if self.orchestrator.seq_len % self.trainer.pad_to_multiple_of:
             problems.append(
                 f"orchestrator.seq_len = {self.orchestrator.seq_len} is not a multiple of trainer.pad_to_multiple_of = "
                 f"{self.trainer.pad_to_multiple_of}"
             )
+        return problems
+
+    def _sources_fit(self) -> list[str]:
+        """What a source says of itself against what the run gives it."""
+        problems = []
         for name in (source.name for _, source in self.sources):
             tag = f"{self.run.name}/{name}/0000-e00000000.0000000/0000"
             if len(tag) > LONGEST_TAG:
                 problems.append(f"run.name and source name are too long together: {tag!r} exceeds {LONGEST_TAG} bytes")
         for name in (source.name for _, source in self.sources if source.serve.serves_blocks):
             problems.append(f"{name}'s serve.http is for a server started by hand: a run's servers share its arena")
+        for name in (source.name for _, source in self.sources if "gym" in source.serve.protocols):
+            problems.append(f"{name}'s serve.protocols: gym is served by `shmrl env-server` with a file of its own")
         names = [source.name for _, source in self.sources]
         for name in self.arena.shares:
             if name not in names:
                 close = difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"sources are {', '.join(names)}"
                 problems.append(f"arena.shares.{name}: no source has this name; {hint}")
-        for source in (source for _, source in self.sources if source.env.urls and source.serve.pool.workers > 1):
+        for source in (source for _, source in self.sources if source.env.urls and source.serve.pool.most > 1):
             problems.append(
-                f"source {source.name!r} is remote: serve.pool.workers = {source.serve.pool.workers}, but one worker "
+                f"source {source.name!r} is remote: serve.pool.workers = {source.serve.pool.most}, but one worker "
                 "counts its sessions, and only waits for them"
             )
-        spawned = [source.serve.pool.workers + 1 for _, source in self.sources if source.serve.address is None]
+        return problems
+
+    def _processes(self) -> list[str]:
+        """All of them attach to the arena."""
+        spawned = [source.serve.pool.most + 1 for _, source in self.sources if source.serve.address is None]
         # launcher, orchestrator and node server
         processes = sum(spawned) + self.trainer.ranks + 2 + (self.node.address is not None)
-        if processes > PROCESS_SLOTS:
-            problems.append(
-                f"{processes:,} processes would attach to the arena, which has {PROCESS_SLOTS} places: lower "
-                "serve.pool.workers or trainer.ranks"
-            )
+        if processes <= PROCESS_SLOTS:
+            return []
+        return [
+            f"{processes:,} processes would attach to the arena, which has {PROCESS_SLOTS} places: lower "
+            "serve.pool (workers, max_workers) or trainer.ranks"
+        ]
+
+    def _trains(self) -> list[str]:
+        """What the trainer asks of checkpoints, model and engine."""
+        problems = []
         interval, retained = self.trainer.checkpoint.interval, self.arena.retain_steps
         again = min(interval or self.run.max_steps, self.run.max_steps) - 1
         if self.run.restarts.trainer and retained < again:
@@ -460,20 +301,92 @@ class RunTree(Table):
             )
         if self.trainer.sampling_replay and self.needs_masks and self.inference.logprobs_mode != "processed_logprobs":
             problems.append("sampling replay needs inference.logprobs_mode = 'processed_logprobs'")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        return problems
+
+    def _addresses(self) -> list[str]:
+        """Port 0 is for who publishes what it got."""
+        problems = []
+        if self.job is None and self.node.address is not None and not int(self.node.address.rpartition(":")[2]):
+            problems.append(f"node.address = {self.node.address!r}: its ranks could not tell the port")
+        if self.node.certificate and not self.node.address and not self.deployment.several:
+            problems.append("node.certificate and node.key belong to a node.address")
+        if self.job is None and not self.inference.port:
+            problems.append("inference.port = 0: who calls the engine could not tell the port")
+        return problems
+
+    def _over_nodes(self) -> list[str]:
+        """What cannot work over several nodes, or needs them."""
+        over, problems = self.deployment, []
+        if not over.several:
+            if self.orchestrator.env_server_replicas > 1:
+                problems.append("orchestrator.env_server_replicas > 1 needs deployment.kind = 'multi_node'")
+            return problems
+        if self.trainer.ranks % over.trainer_nodes:
+            problems.append(
+                f"trainer.ranks = {self.trainer.ranks} is not a multiple of deployment.trainer_nodes = "
+                f"{over.trainer_nodes}"
+            )
+        if self.inference.colocate:
+            problems.append("inference.colocate = true: over several nodes engines and ranks share no GPUs")
+        if self.arena.transport == "required":
+            problems.append(
+                "arena.transport = 'required': over several nodes the trainer fetches every block from another node"
+            )
+        if self.run.restarts.trainer and over.trainer_nodes > 1:
+            problems.append(
+                f"run.restarts.trainer = {self.run.restarts.trainer}: ranks of several trainer nodes are not restarted "
+                "in place; set it to 0, and slurm.requeue = true to go on from the last checkpoint"
+            )
+        for name in (source.name for _, source in self.sources if source.serve.protocols):
+            problems.append(f"{name}'s serve.http: a server of sessions has one address, and every node has a replica")
+        if self.job is None:
+            if self.node.address is not None:
+                problems.append("node.address: over several nodes every node's server has an address of its own")
+            if self.inference.urls:
+                problems.append("inference.urls: over several nodes every inference node has an engine of its own")
+        return problems + self._disaggregated()
+
+    def _disaggregated(self) -> list[str]:
+        """Prefill and decode on different nodes: neither engine sees all tokens of a sequence."""
+        if not self.deployment.prefill_nodes:
+            return []
+        if self.inference.backend != "vllm":
+            return ["deployment.prefill_nodes: only vLLM hands a context over; set inference.backend = 'vllm'"]
+        if self.trainer.router_replay:
+            return [
+                "deployment.prefill_nodes with trainer.router_replay = true: the routing of a prompt stays with the "
+                "engine that prefills it, and no vLLM hands it over; set one of them to 0 or false"
+            ]
+        return []
 
 
 class EnvServerConfig(Table):
     """What `shmrl env-server env.toml` reads: one environment, how it is served, and the arena it writes to."""
 
     name: Name = "env"
+    """Of the source in logs and tags."""
     split: Literal["train", "eval"] = "train"
+    """Which of the environment's task sets."""
     env: EnvSpec
+    legacy: LegacySpec | None = None
     serve: ServeConfig = ServeConfig(address="tcp://127.0.0.1:5000")
+    gym: GymConfig | None = None
     arena: ArenaConfig = ArenaConfig()
     log: Log = Log()
+    job: JobConfig | None = None
+    metrics_dir: Path | None = None
+    """Where its process answers for Prometheus; written by `run` and `node`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_env(cls, given: Any) -> Any:
+        return with_env(given)
+
+    @model_validator(mode="after")
+    def _gym(self) -> EnvServerConfig:
+        if ("gym" in self.serve.protocols) != (self.gym is not None):
+            raise ValueError('[gym] and serve.protocols = ["gym"] belong together: the other one is missing')
+        return self
 
     @model_validator(mode="after")
     def _http(self) -> EnvServerConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -49,9 +49,9 @@ class ChatFormat:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._tokenizer = Tokenizer.from_str(self._read("tokenizer.json"))
-        settings = json.loads(self._read("tokenizer_config.json"))
-        config = json.loads(self._read("config.json"))
+        self._tokenizer = self._read("tokenizer.json", Tokenizer.from_str)
+        settings = self._read("tokenizer_config.json", json.loads)
+        config = self._read("config.json", json.loads)
         self._specials = {key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
         self._template = _compile(_template_text(directory, settings))
         self.stop_ids = self._stop_ids(config)
@@ -111,7 +111,8 @@ class ChatFormat:
         return list(ids)
 
     def _render(self, messages: Messages, tools: Sequence[Any] | None, *, add_generation_prompt: bool) -> str:
-        values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        said = [_with_arguments(message) for message in messages]
+        values = {"messages": said, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             return str(self._template.render(**values, **self._specials))
         except TemplateError as error:
@@ -120,19 +121,37 @@ class ChatFormat:
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _read(self, name: str) -> str:
+    def _read(self, name: str, parse: Callable[[str], Any]) -> Any:
         try:
-            return (self.directory / name).read_text()
+            return parse((self.directory / name).read_text())
         except OSError as error:
             raise EnvError(
                 f"{self.directory}: {name}: {error.strerror}; the env workers need the model's directory"
             ) from None
+        except Exception as error:  # that is the type the tokenizer raises
+            raise EnvError(f"{self.directory}: {name} cannot be read: {error}") from None
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its calls' arguments as maps: templates put them into JSON, where OpenAI's clients have text."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_with_map(call) for call in message["tool_calls"]]}
+
+
+def _with_map(call: Any) -> Any:
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (ValueError, KeyError, TypeError):
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def parse_tool_calls(text: str, known: int = 0) -> tuple[str, list[dict[str, Any]]]:
     """(content without them, OpenAI-style tool calls) of `<tool_call>{"name", "arguments"}</tool_call>` blocks.
 
-    A block that is no such JSON stays text: the environment sees what the model wrote.
+    known: calls of the conversation so far; ids go on from there. A block that is no such JSON stays text: the
+    environment sees what the model wrote.
     """
     calls: list[dict[str, Any]] = []
 
@@ -142,7 +161,7 @@ def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
             function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
         except (ValueError, KeyError, TypeError):
             return match[0]
-        calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
+        calls.append({"id": f"call_{known + len(calls)}", "type": "function", "function": function})
         return ""
 
     content = _TOOL_CALL.sub(take, text)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from shmrl.config import EnvServerConfig, dump_toml
-from shmrl.env.server import DEATH_PIPE
+from shmrl.env.running import DEATH_PIPE
 from shmrl.errors import ProcessFailed
+from shmrl.monitor.progress import CLEAR_LINE, redraws
 
 GRACE_S = 8.0
 """From SIGTERM to SIGKILL: an env server itself gives its workers 5 s."""
@@ -73,7 +74,7 @@ class Child:
         while line := stderr.readline(LINE):
             self._tail.append(line)
             with suppress(OSError, ValueError):
-                sys.stderr.write(line)
+                sys.stderr.write(CLEAR_LINE + line if redraws(sys.stderr) else line)
             if self._found is None and (found := self._pattern.search(line)):
                 self._found = found
                 self._known.set()

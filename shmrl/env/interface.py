@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from shmrl.env.hosted import Hosted
+from shmrl.env.threads import to_the_end
 from shmrl.errors import EnvError
 from shmrl.types import Task
 
@@ -44,7 +46,7 @@ class Episode:
     messages: list[dict[str, Any]] | None = None
 
 
-class Environment:
+class Environment(Hosted):
     """Base of rollout environments; construct-time arguments are `env.args` of the configuration.
 
     Three more methods are optional and found by name:
@@ -136,7 +138,7 @@ def _reward(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-class SessionEnvironment:
+class SessionEnvironment(Hosted):
     """Base of session environments: one instance per session, plain blocking methods.
 
     `reset` returns at once; `step` may take its time. Optional: `tasks(split)`, by default seeds without end;
@@ -190,12 +192,7 @@ class SessionRollout(Environment):
         """In a thread; a cancelled episode waits for it, so that no session is closed while it steps."""
         taken = reply if action is None else action.model_validate({"message": reply})
         stepping = asyncio.get_running_loop().run_in_executor(self._steps, session.step, taken)
-        try:
-            return Step.of(await asyncio.shield(stepping))
-        except asyncio.CancelledError:
-            await asyncio.wait([stepping])
-            stepping.exception()  # its failure was asked for
-            raise
+        return Step.of(await to_the_end(stepping))
 
 
 def action_model(session: Any) -> Any:

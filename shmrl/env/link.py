@@ -3,8 +3,11 @@
 No name in the file system, and its end is the death signal for both sides. A frame is a 4-byte length and
 [number, kind, payload bytes]; payloads pass through the server undecoded. Kinds:
 
-    server -> worker   start (0, settings), run_rollout / run_group / tasks (number, request), cancel (number, b"")
-    worker -> server   ready (0, facts), fatal (0, {traceback}), beat (0, facts), reply or failed (number, reply)
+    server -> worker   start (0, settings), run_rollout / run_group / tasks (number, request), cancel (number, b""),
+                       prefix (number, samples of the group)
+    worker -> server   ready (0, facts), fatal (0, {traceback}), beat (0, facts), reply or failed (number, reply);
+                       before a reply: ask (number, b""), tell (number, [samples for the group, handles used]),
+                       delta (number, progress)
 
 Session processes (`sessions/`) speak over it too, with kinds of their own and through `BlockingLink`.
 """

@@ -8,7 +8,6 @@ What grows with the number of tokens (tokenising, decoding of arrays) is done by
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shmrl.env.chat import ChatFormat, parse_tool_calls
 from shmrl.env.protocol import FIELDS
+from shmrl.env.threads import in_turn
 from shmrl.errors import EngineError, EnvError, ProtocolError
 from shmrl.payload import BranchBuilder
 from shmrl.payload.sharing import Opening
@@ -47,7 +47,8 @@ class ModelSpec:
     """The `model` map of a request: which engine and tokenizer, how to sample, what to capture.
 
     Attributes:
-        urls: engines that serve the policy. name: what the policy is called. tokenizer: model directory.
+        urls: engines that serve the policy. near: those of them on the same node, which are asked first.
+        name: what the policy is called. tokenizer: model directory.
         sampling: temperature, top_p, top_k, min_p, max_tokens. version: the policy version at dispatch.
         fields: what to capture: routing, head, mask. head: width of the captured top-k. max_model_len: tokens.
         logprobs_mode: what the engine returns: "processed" (after temperature and truncation) or "raw".
@@ -58,6 +59,7 @@ class ModelSpec:
     urls: tuple[str, ...]
     tokenizer: str
     sampling: Mapping[str, Any]
+    near: tuple[str, ...] = ()
     name: str = "policy"
     version: int = 0
     cache_salt: str | None = None
@@ -85,18 +87,26 @@ class ModelSpec:
         return replace(
             spec,
             urls=tuple(spec.urls),
+            near=tuple(spec.near),
             fields=tuple(spec.fields),
             logprobs_mode=spec.logprobs_mode.removesuffix("_logprobs"),
         )
 
 
 class Message(dict[str, Any]):
-    """An assistant message: a plain dict (append it to `messages`) whose keys can be read as attributes."""
+    """An assistant message: a plain dict (append it to `messages`) whose keys can be read as attributes, those of its
+    tool calls too: message.tool_calls[0].function.arguments."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.get(name)
+        return _readable(self.get(name))
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_readable(one) for one in value]
+    return Message(value) if type(value) is dict else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +157,8 @@ class Model:
     ) -> None:
         self.spec, self._format, self._engine, self._seed, self._max_turns = spec, chat, engine, seed, max_turns
         self.conversations: list[Conversation] = []
+        self.current: Conversation | None = None  # the one that grew last
+        self.on_progress: Callable[[str, Model], None] | None = None  # told when a turn begins, and when it is there
         self.turns = self.num_tokens = self._calls = self._length = 0
         self.stop_reason = "stop"
         self.chat = self
@@ -172,16 +184,22 @@ class Model:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
         max_tokens: int | None = None,
+        model: str | None = None,
+        **others: Any,
     ) -> Completion:
         """One assistant turn. finish_reason is "stop", "tool_calls" or "length" (empty, if the model is exhausted).
 
-        Args: messages: the whole conversation. max_tokens: at most the source's own.
+        Args: messages: the whole conversation. tools: OpenAI's definitions, which the model's chat template shows it;
+        then the message has the `tool_calls` that it made. max_tokens: at most the source's own. model: there is one,
+        whatever it is called here. How it samples is the source's to say: other arguments are refused.
         Raises EngineError, EnvError, PayloadError: the episode fails with it unless the environment handles it.
         """
+        if others:
+            raise EnvError(f"{', '.join(others)}: no argument here; how a model samples is in its source's [sampling]")
         asked = [_plain(message) for message in messages]
         if max_tokens is not None and max_tokens < 1:
             raise EnvError(f"max_tokens = {max_tokens}: a reply has at least one token")
-        conversation, prompt = await asyncio.to_thread(self._place, asked, tools)
+        conversation, prompt = await in_turn(self._place, asked, tools)
         self._length = len(prompt)
         if self.exhausted:
             self.stop_reason = self.limit
@@ -191,23 +209,43 @@ class Model:
         limits = (max_tokens, self.spec.sampling["max_tokens"], self.spec.max_model_len - len(prompt))
         room = min(limit for limit in limits if limit is not None)
         conversation.busy = True
+        self._tell("model")
         try:
             ids, self.stop_reason = await self._reply(conversation, asked, prompt, room)
         finally:
             conversation.busy = False
-        message = self._message(ids, tools)
+        message = self._message(ids, tools, sum(len(said.get("tool_calls", ())) for said in asked))
         if ids:
             self._record(conversation, [*asked, dict(message)], len(prompt) + len(ids), len(ids))
+        self._tell("environment")
         finish = "tool_calls" if message.get("tool_calls") else self.stop_reason
         return self._completion(message, finish, len(prompt), len(ids))
+
+    def _tell(self, phase: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(phase, self)
 
     def _record(self, conversation: Conversation, messages: list[dict[str, Any]], length: int, sampled: int) -> None:
         if conversation not in self.conversations:
             self.conversations.append(conversation)
         conversation.turns.append((messages, length))
+        self.current = conversation
         self.turns += 1
         self.num_tokens += sampled
         self._length = length
+
+    def part(self, number: int) -> Model:
+        """A model for one of several agents of this episode: other seeds, its own branches and count of turns."""
+        return Model(
+            self.spec, self._format, self._engine, seed=_seed(f"{self._seed}/{number}"), max_turns=self._max_turns
+        )
+
+    def join(self, part: Model) -> None:
+        """Make the branches of a part this episode's."""
+        self.conversations += part.conversations
+        self.turns += part.turns
+        self.num_tokens += part.num_tokens
+        self.stop_reason = part.stop_reason
 
     def branches(self, meta: Mapping[str, Any]) -> list[Branch]:
         """The finished branches in the order they began; `meta` goes into every header."""
@@ -286,7 +324,7 @@ class Model:
                 cache_salt=self.spec.cache_salt,
                 derive_masks=self.spec.derive_masks and "mask" in self.spec.fields,
             )
-            await asyncio.to_thread(conversation.builder.add_turn, prompt + ids, answer)
+            await in_turn(conversation.builder.add_turn, prompt + ids, answer)
             ids += answer.token_ids
             if answer.finish_reason != "abort" or len(ids) >= room:
                 return ids, "length" if answer.finish_reason in ("abort", "length") else "stop"
@@ -295,20 +333,19 @@ class Model:
     def _sampling(self, max_tokens: int) -> dict[str, Any]:
         """Engine parameters of the next request; every request of an episode has its own seed."""
         self._calls += 1
-        digest = hashlib.blake2s(f"{self._seed}/{self._calls}".encode(), digest_size=6).digest()
         return {
             **self.spec.sampling,
             "max_tokens": max_tokens,
-            "seed": int.from_bytes(digest, "little"),
+            "seed": _seed(f"{self._seed}/{self._calls}"),
             "logprobs": self.spec.head if "head" in self.spec.fields else 0,
             "stop_token_ids": self._format.stop_ids,
         }
 
-    def _message(self, ids: Sequence[int], tools: Sequence[Any] | None) -> Message:
+    def _message(self, ids: Sequence[int], tools: Sequence[Any] | None, calls_before: int) -> Message:
         text = self._format.text(ids)
         if not tools:
             return Message(role="assistant", content=text)
-        content, calls = parse_tool_calls(text)
+        content, calls = parse_tool_calls(text, calls_before)
         return Message(role="assistant", content=content, **({"tool_calls": calls} if calls else {}))
 
     def _completion(self, message: Message, finish: str, prompt: int, sampled: int) -> Completion:
@@ -360,6 +397,10 @@ class ScriptedModel(Model):
 class _NoEngine:
     async def generate(self, *args: Any, **kwargs: Any) -> Generation:
         raise AssertionError("a scripted model asks no engine")
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2s(text.encode(), digest_size=6).digest(), "little")
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
-import signal
-import sys
-import time
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import psutil
@@ -24,22 +22,41 @@ import zmq.asyncio
 from shmrl.arena import Arena
 from shmrl.config import ArenaConfig, EnvServerConfig, ServeConfig
 from shmrl.config.addresses import is_loopback, redacted
-from shmrl.config.tree import EnvSpec
+from shmrl.config.sources import EnvSpec
+from shmrl.env import foreign
+from shmrl.env.clients import Clients
+from shmrl.env.evaluation import Evaluation
 from shmrl.env.pool import Pool, Request
-from shmrl.env.protocol import FIELDS, check_tag, error_reply, expect, notice_silence, parse_request
+from shmrl.env.protocol import (
+    FIELDS,
+    MAX_HELLO,
+    check_tag,
+    episodes_tag,
+    error_reply,
+    expect,
+    method_of,
+    notice_silence,
+    payload_of,
+    shares,
+)
 from shmrl.env.sandbox import Sandbox
 from shmrl.env.sessions.server import SessionServer
-from shmrl.errors import ConfigError, ProtocolError, RunError, ServerDied
+from shmrl.env.starting import cannot_bind, environment_settings, needs_sandbox, needs_token
+from shmrl.errors import ConfigError, ProtocolError, ServerDied
+from shmrl.monitor.metrics import LoopLag
 from shmrl.node.host import create_arena, read_token
-from shmrl.node.ports import port_in_use
+from shmrl.node.published import Addresses
 from shmrl.node.server import NodeServer
 from shmrl.wire import MAX_MESSAGE, pack
 
 log = logging.getLogger(__name__)
-DEATH_PIPE = "SHMRL_DEATH_PIPE"
-"""Environment variable with a descriptor at whose end the server stops: how a sidecar follows its parent."""
+PYTHON_S = 60.0
+"""How long another interpreter may take to say what it has, on a machine that starts everything at once."""
 LINGER_MS = 2000
 """How long replies may still travel after the server has stopped."""
+REMIND_S = 5.0
+"""How often the log says which episodes a takeover waits for."""
+LAG_TICK_S = 0.05
 
 
 class EnvServer:
@@ -70,19 +87,21 @@ class EnvServer:
         self.sessions = SessionServer(self.config) if self.config.serve.protocols else None
         self._stop = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._clients: set[bytes] = set()
+        self._clients = Clients(self._send)
         self._requests: dict[tuple[bytes, bytes], Request] = {}
         self._episodes: dict[asyncio.Task[Any], tuple[bytes, str]] = {}  # handler of an open one -> its client, its tag
         self._handlers: set[asyncio.Task[None]] = set()
-        self._lag_ms = 0.0
+        self._evaluations: dict[tuple[bytes, bytes], Evaluation] = {}
+        self._lag = LoopLag(LAG_TICK_S)
         self._node: NodeServer | None = None
 
     async def run(self) -> None:
         """Serve until `close`. Raises PortInUse, TasksetError, WorkerDied (restart budget exhausted), ConfigError."""
         self._token = read_token(self.config.arena)
-        if self._token is None and not _is_local(self.address):
-            raise ConfigError(f"{self.address} can be reached from elsewhere: set arena.token_file or SHMRL_TOKEN")
+        if not _is_local(self.address):
+            needs_token(self.address, self._token, "arena.token_file")
         await self._check_sandbox()
+        await self._check_environment()
         socket = self._bind()
         arena, own = None, False
         try:
@@ -113,11 +132,23 @@ class EnvServer:
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
     async def _check_sandbox(self) -> None:
-        """Before anything listens: the sandbox works, and the log says which limits hold."""
+        """Before anything listens: the sandbox is there where it must be and works; the log says which limits hold."""
+        needs_sandbox(self.config)
         if self.config.serve.sandbox is not None:
             sandbox = await asyncio.to_thread(Sandbox)
             await asyncio.to_thread(sandbox.check)
             log.info("sandbox: %s", sandbox.active())
+
+    async def _check_environment(self) -> None:
+        """Before anything listens: the workers' interpreter has what they need, and finds the environment."""
+        python, env = self.config.serve.python, self.config.env
+        if python is not None:
+            ((*found,),) = await asyncio.to_thread(foreign.problems, [(python, env.id, env.args)], PYTHON_S)
+        else:
+            problem = import_module("shmrl.envs.registry").find(env.id)  # environments stand above this room
+            found = [problem] if problem is not None else []
+        if found:
+            raise ConfigError(found)
 
     def _bind(self) -> zmq.asyncio.Socket:
         context = self._context = zmq.asyncio.Context()
@@ -132,10 +163,7 @@ class EnvServer:
         except zmq.ZMQError as error:
             socket.close(linger=0)
             context.term()
-            port = self.address.rpartition(":")[2]
-            if error.errno == zmq.EADDRINUSE and port.isdigit():
-                raise port_in_use(int(port), f"env server {self.config.name}") from None
-            raise RunError(f"env server {self.config.name}: cannot bind {self.address}: {error}") from None
+            raise cannot_bind(f"env server {self.config.name}", self.address, error) from None
         self.address = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
         return socket
 
@@ -157,17 +185,21 @@ class EnvServer:
         self._socket, self._arena = socket, arena
         self._pool = Pool(
             self._settings(arena.address),
-            config.serve.pool.workers,
+            config.serve.pool,
             max_concurrent=config.serve.max_concurrent,
             restart_budget=config.serve.restart_budget,
             hang_s=config.serve.request_timeout_s,
+            cleanup_s=config.serve.cleanup_timeout_s,
             arena=arena,
         )
         self._pool.start()
         self.bound.set()
+        if config.job is not None:
+            source = f"{config.split}/{config.name}"
+            Addresses(config.job).publish("env", source, self.address, origin=arena.origin)
         log.info("Serving %s (up to %d concurrent sessions)", self.address, config.serve.max_concurrent)
         receiving = asyncio.create_task(self._receive())
-        beating = asyncio.create_task(self._beat())
+        measuring = asyncio.create_task(self._lag.run())
         stopping = asyncio.create_task(self._stop.wait())
         sessions = stopping if self.sessions is None else asyncio.create_task(self.sessions.run())
         try:
@@ -176,13 +208,13 @@ class EnvServer:
             self._stop.set()
             if self.sessions is not None:
                 self.sessions.stop()
-            beating.cancel()
+            measuring.cancel()
             await self._pool.close()
             await asyncio.wait([sessions])
             while self._handlers:  # their replies are there; they only have to be handed to the socket
                 await asyncio.wait(self._handlers)
             receiving.cancel()
-            await asyncio.gather(stopping, beating, receiving, return_exceptions=True)
+            await asyncio.gather(stopping, measuring, receiving, return_exceptions=True)
         for ended in (self._pool.failed, receiving, sessions):
             if ended.done() and not ended.cancelled():
                 ended.result()
@@ -190,24 +222,15 @@ class EnvServer:
     def _settings(self, arena_address: str) -> dict[str, Any]:
         config = self.config
         return {
-            "name": config.name,
-            "env_id": config.env.id,
-            "env_args": config.env.args,
+            **environment_settings(config),
             "max_turns": config.env.max_turns,
             "split": config.split,
-            "sandbox": config.serve.sandbox,
+            "python": config.serve.python and str(config.serve.python),
             "arena": arena_address,
+            "own_arena": config.arena.address is None,
             "timeout_s": config.arena.timeout_s,
             "on_full": config.arena.on_full,
-            "log_level": config.log.level,
-            "log_json": config.log.json_lines,
         }
-
-    async def _beat(self) -> None:
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(0.5)
-            self._lag_ms = 1000 * max(0.0, time.monotonic() - before - 0.5)
 
     # -------------------------------------------------------------------------------------------------------- requests
 
@@ -215,33 +238,55 @@ class EnvServer:
         while True:
             await self._socket.poll()
             identity, *frames = await self._socket.recv_multipart()
-            handler = asyncio.create_task(self._handle(identity, frames))
+            asked = await self._asked(identity, frames)
+            handling = self._handle(identity, frames, asked)
+            if frames[1:2] == [b"hello"]:  # whoever says it need not wait for the answer before it goes on
+                await handling
+                continue
+            handler = asyncio.create_task(handling)
             self._handlers.add(handler)
             handler.add_done_callback(self._handlers.discard)
 
-    async def _handle(self, identity: bytes, frames: list[bytes]) -> None:
+    async def _asked(self, identity: bytes, frames: list[bytes]) -> tuple[str, dict[str, Any]] | ProtocolError:
+        """(method, payload) of a request, or what is wrong with it. Decoded one after the other: a cancel must not
+        overtake the long request that it is about."""
+        try:
+            method = method_of(frames)
+            if method != "hello" and identity not in self._clients:
+                raise ProtocolError(f"{method}: say hello with the run's token first")
+            if method == "hello" and len(frames[2]) > MAX_HELLO:
+                raise ProtocolError(f"hello: {len(frames[2])} bytes; {MAX_HELLO} at most")
+            return method, await payload_of(method, frames)
+        except ProtocolError as error:
+            return error
+
+    async def _handle(
+        self, identity: bytes, frames: list[bytes], asked: tuple[str, dict[str, Any]] | ProtocolError
+    ) -> None:
         """One request, one reply; whatever a client sends, the next request works."""
         number, me = frames[0] if frames else b"", asyncio.current_task()
         assert me is not None
         tag = ""
         try:
-            number, method, payload = parse_request(frames)
-            if method != "hello" and identity not in self._clients:
-                raise ProtocolError(f"{method}: say hello with the run's token first")
-            tag = _episodes_tag(method, payload)
+            if isinstance(asked, ProtocolError):
+                raise asked
+            method, payload = asked
+            tag = episodes_tag(method, payload)
             if tag:
                 self._episodes[me] = identity, tag
             reply = await self._reply(identity, number, method, payload, frames[2])
         except Exception as error:
             reply = error_reply(error)
-        if not await self._send(identity, number, reply) and tag:
-            log.warning("the client of %s is gone: its episode is dropped", tag)
-            self._arena.discard(tag)
-        self._episodes.pop(me, None)
+        try:
+            if not await self._send(identity, number, reply) and tag:
+                log.warning("the client of %s is gone: its episode is dropped", tag)
+                self._pool.unclaimed(tag)
+        finally:
+            self._episodes.pop(me, None)
 
     async def _reply(self, identity: bytes, number: bytes, method: str, payload: dict[str, Any], raw: bytes) -> bytes:
         if method == "hello":
-            return self._hello(identity, payload)
+            return await self._hello(identity, payload)
         if method == "health":
             return await self._health(payload)
         if method == "info":
@@ -251,54 +296,89 @@ class EnvServer:
             return self._cancel(identity, payload)
         if method == "take_over":
             return await self._take_over(identity, payload)
-        return await self._run(identity, number, method, _episodes_tag(method, payload), raw)
+        tag = episodes_tag(method, payload)
+        if tag and self._clients.is_superseded(identity, tag):
+            raise ProtocolError(f"{method}: another client has taken over the run of {tag}")
+        if method == "evaluate":
+            return await self._evaluate(identity, number, payload)
+        return await self._run(identity, number, method, payload, raw)
 
-    def _hello(self, identity: bytes, payload: dict[str, Any]) -> bytes:
+    async def _hello(self, identity: bytes, payload: dict[str, Any]) -> bytes:
         given = payload.get("token")
         if self._token is not None and not hmac.compare_digest(str(given).encode(), self._token.encode()):
             log.warning("a client with a wrong token was refused")
             raise ProtocolError("hello: wrong token (it is in the file named by arena.token_file, or in SHMRL_TOKEN)")
-        self._clients.add(identity)
+        await self._clients.welcome(identity)
         return pack({"success": True})
 
-    async def _run(self, identity: bytes, number: bytes, method: str, tag: str, raw: bytes) -> bytes:
-        request = self._pool.submit(method, raw, tag)
+    async def _run(self, identity: bytes, number: bytes, method: str, payload: dict[str, Any], raw: bytes) -> bytes:
+        deltas = partial(self._send_delta, identity, number) if payload.get("deltas") else None
+        tag = episodes_tag(method, payload)
+        request = self._pool.submit(method, raw, tag, on_delta=deltas, shares=shares(method, payload))
         self._requests[identity, number] = request
         try:
             return await request.reply
         finally:
             del self._requests[identity, number]
 
+    async def _evaluate(self, identity: bytes, number: bytes, payload: dict[str, Any]) -> bytes:
+        deltas = partial(self._send_delta, identity, number)
+        evaluation = self._evaluations[identity, number] = Evaluation(self._pool, payload, deltas)
+        try:
+            return await evaluation.run()
+        finally:
+            del self._evaluations[identity, number]
+
     def _cancel(self, identity: bytes, payload: dict[str, Any]) -> bytes:
         """Idempotent. A request whose reply is on its way is claimed by nobody any more: its blocks are freed."""
         expect(payload, "cancel", request_id=bytes)
         request = self._requests.get((identity, payload["request_id"]))
+        evaluation = self._evaluations.get((identity, payload["request_id"]))
+        if evaluation is not None:
+            return pack({"success": True, "cancelled": evaluation.cancel()})
         cancelled = request is not None and self._pool.cancel(request)
         if (request is None or request.reply.done()) and "tag" in payload:
-            self._arena.discard(check_tag(payload["tag"], "cancel"))
+            self._pool.unclaimed(check_tag(payload["tag"], "cancel"))
         return pack({"success": True, "cancelled": cancelled})
 
     async def _take_over(self, identity: bytes, payload: dict[str, Any]) -> bytes:
-        """Waits for the last word on every episode of the run that another client had asked for."""
+        """Waits for the last word on every episode of the run that another client had asked for, which comes within
+        `serve.cleanup_timeout_s`: the pool sees to that. What those clients had sent and nobody has read is refused."""
         expect(payload, "take_over", run=str)
         prefix = payload["run"] + "/"
+        await self._clients.take_over(prefix, identity)
+        for evaluation in [one for (who, _), one in self._evaluations.items() if who != identity]:
+            if evaluation.tag.startswith(prefix):
+                evaluation.cancel()
         for (client, _), request in list(self._requests.items()):
             if client != identity and request.tag.startswith(prefix):
                 self._pool.cancel(request)
-        theirs = [task for task, (who, tag) in self._episodes.items() if who != identity and tag.startswith(prefix)]
+        theirs = {
+            task: tag for task, (who, tag) in self._episodes.items() if who != identity and tag.startswith(prefix)
+        }
         if theirs:
             log.info("ending %d episodes of a client before this one", len(theirs))
-            await asyncio.wait(theirs)
+        waiting = set(theirs)
+        while waiting:
+            _, waiting = await asyncio.wait(waiting, timeout=REMIND_S)
+            if waiting:
+                tags = ", ".join(sorted(theirs[task] for task in waiting)[:5])
+                log.warning("%d episodes that were cancelled have not ended yet: %s", len(waiting), tags)
         return pack({"success": True, "ended": len(theirs)})
 
-    async def _send(self, identity: bytes, number: bytes, reply: bytes) -> bool:
+    def _send_delta(self, identity: bytes, number: bytes, delta: bytes) -> None:
+        """A client that is gone is noticed when its reply cannot be sent."""
+        sent = asyncio.ensure_future(self._socket.send_multipart([identity, number, b"delta", delta]))
+        sent.add_done_callback(asyncio.Future.exception)
+
+    async def _send(self, identity: bytes, *frames: bytes) -> bool:
         """False when the client is gone."""
         try:
-            await self._socket.send_multipart([identity, number, reply])
+            await self._socket.send_multipart([identity, *frames])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._clients.discard(identity)
+            self._clients.gone(identity)
             return False
         return True
 
@@ -325,7 +405,14 @@ class EnvServer:
         facts["rss_bytes"] += psutil.Process().memory_info().rss
         stats = self._arena.stats()
         arena = {key: stats[key] for key in ("blocks", "used_bytes", "capacity_bytes")}
-        return pack({"success": True, "alive": True, "loop_lag_ms": self._lag_ms, "arena": arena, **facts})
+        lag = self._lag.quantiles_ms()
+        return pack({"success": True, "alive": True, "loop_lag_ms": lag, "arena": arena, **facts})
+
+    def counts(self) -> dict[str, Any]:
+        """What the pool does and uses, for Prometheus; empty until it starts."""
+        if not self.bound.is_set():
+            return {}
+        return {f"env_server/{name}": value for name, value in self._pool.health().items()}
 
     def _info(self) -> dict[str, Any]:
         config = self.config
@@ -340,16 +427,8 @@ class EnvServer:
             "demonstrates": bool(self._pool.facts.get("demonstrates")),
             "scores_groups": bool(self._pool.facts.get("scores_groups")),
             "max_concurrent": config.serve.max_concurrent,
-            "workers": config.serve.pool.workers,
+            "workers": config.serve.pool.most,
         }
-
-
-def _episodes_tag(method: str, payload: dict[str, Any]) -> str:
-    """Under which tag a request's blocks are; "" for requests that have none."""
-    if method not in ("run_rollout", "run_group"):
-        return ""
-    expect(payload, method, tag=str)
-    return check_tag(payload["tag"], method)
 
 
 def _is_local(address: str) -> bool:
@@ -361,38 +440,3 @@ def _is_local(address: str) -> bool:
 async def _first(*awaited: asyncio.Future[Any]) -> None:
     """Wait until one of them is done; none is cancelled."""
     await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def serve(config: EnvServerConfig) -> int:
-    """Run a configured server until SIGTERM, SIGINT or the end of the death pipe; the number of the signal, or 0."""
-    server: EnvServer | SessionServer
-    if config.serve.address is None:
-        server = SessionServer(config)
-    else:
-        server = EnvServer(config.env.id, config.env.args, config.serve.address, config=config)
-    received: list[int] = []
-    loop = asyncio.get_running_loop()
-
-    def stop(number: int) -> None:
-        received.append(number)
-        server.stop()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
-    if DEATH_PIPE in os.environ:
-        pipe = int(os.environ[DEATH_PIPE])
-
-        def orphaned() -> None:  # readable means closed: nobody writes to it
-            loop.remove_reader(pipe)
-            stop(0)
-
-        loop.add_reader(pipe, orphaned)
-    await server.run()
-    return received[0] if received else 0
-
-
-def main(config: EnvServerConfig) -> None:
-    """What `shmrl env-server` runs. Exits with 128 + the signal that stopped it; its errors leave as they are."""
-    number = asyncio.run(serve(config))
-    if number:
-        sys.exit(128 + number)

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from shmrl.config import EnvServerConfig
-from shmrl.config.tree import EnvSpec
+from shmrl.config.sources import EnvSpec
 from shmrl.env.child import Child, EnvServerChild
 from shmrl.env.client import EnvClient
 
@@ -29,7 +29,8 @@ async def serve_sidecar(
 
     config: everything else (workers, max_turns, sandbox, arena...); its own env and address are not used.
 
-    Raises ProcessFailed with the server's last lines if it cannot serve, TasksetError if its environment cannot load.
+    Raises ProcessFailed with the server's last lines if it cannot serve, TasksetError
+    if its environment cannot load, ConfigError where that needs another configuration.
 
     Example: async with serve_sidecar("reverse-text", {"seed": 1}) as client: print(await client.info())
     """

@@ -14,42 +14,51 @@ import math
 import signal
 import socket
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import psutil
 import setproctitle
 
-from shmrl.arena import Arena
-from shmrl.arena.waiting import giving_up
+from shmrl.arena import Arena, unlink
 from shmrl.config.addresses import redacted
-from shmrl.config.tables import Log
 from shmrl.env import sandbox
 from shmrl.env.chat import chat_format
-from shmrl.env.death import die_with
+from shmrl.env.death import die_with, exit_as_a_fork, inherit, keep_from_forks, tidy_after_the_dead
+from shmrl.env.frames import failure
 from shmrl.env.interface import Environment, Episode
+from shmrl.env.keep import Keeper
 from shmrl.env.link import Link
 from shmrl.env.model import Model, ModelSpec, ScriptedModel
-from shmrl.env.protocol import KEEPS, MAX_TASKS, episode_to_wire, error_reply, expect, task_from_wire, task_to_wire
-from shmrl.errors import EnvError, ProtocolError, ShmrlError
+from shmrl.env.progress import Progress
+from shmrl.env.protocol import (
+    KEEPS,
+    MAX_TASKS,
+    episode_to_wire,
+    error_reply,
+    expect,
+    shares,
+    task_from_wire,
+    task_to_wire,
+)
+from shmrl.env.starting import log_of
+from shmrl.env.threads import packed, put_the_loop_first
+from shmrl.errors import ConfigError, EnvError, ProtocolError, ShmrlError
 from shmrl.inference.client import EngineClient
 from shmrl.monitor.log import setup
-from shmrl.payload import SharedRows, encode
+from shmrl.monitor.metrics import LoopLag
+from shmrl.payload import SharedRows
 from shmrl.types import EpisodeResult, ErrorInfo, Sample, Task
-from shmrl.wire import pack, unpack
+from shmrl.wire import pack, unpack, unpack_in_turns
 
 log = logging.getLogger("shmrl.env.worker")
-BEAT_S = 0.5
+BEAT_S, LAG_TICK_S = 0.5, 0.05
 TURN = 64  # tasks of an iterator that are read before others get their turn
 MAX_AHEAD = 1 << 20  # tasks of an iterator that one request may skip: a resumed run has to, a mistake would for ever
-ENCODERS = 4
-"""Threads that encode. More would only queue for the two things they share: memory bandwidth and space in the arena."""
 
 
 class Worker:
@@ -59,23 +68,25 @@ class Worker:
         self.link, self.settings, self.tasks, self.arena = link, settings, tasks, arena
         self.environment = tasks.environment
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._engines: dict[tuple[tuple[str, ...], float], EngineClient] = {}
-        self._encoders = ThreadPoolExecutor(ENCODERS, "encode")
-        self._lag_s = 0.0
+        self._engines: dict[tuple[tuple[str, ...], tuple[str, ...], float], EngineClient] = {}
+        limits = {"timeout_s": settings["timeout_s"], "on_full": settings["on_full"]}
+        self._keeper = Keeper(arena, link, limits)
+        self._seen: set[tuple[str, str]] = set()  # whose traceback is in the log
+        self._lag = LoopLag(LAG_TICK_S)
 
     async def run(self) -> None:
         """Serve until the server hangs up or this task is cancelled; then end every episode and free what it kept."""
-        beat = asyncio.create_task(self._beat())
+        beat, lag = asyncio.create_task(self._beat()), asyncio.create_task(self._lag.run())
         try:
             while (frame := await self.link.receive()) is not None:
                 self._on_frame(*frame)
+            exit_as_a_fork()
         finally:
-            beat.cancel()
-            for task in self._running.values():
+            for task in (beat, lag, *self._running.values()):
                 task.cancel()
-            await asyncio.gather(beat, *self._running.values(), return_exceptions=True)
+            await asyncio.gather(beat, lag, *self._running.values(), return_exceptions=True)
             await asyncio.gather(*(engine.aclose() for engine in self._engines.values()))
-            self._encoders.shutdown()
+            self._keeper.close()
             await self.link.flush()
             await self.environment.teardown()
 
@@ -85,71 +96,104 @@ class Worker:
             if task is not None:
                 task.cancel()
             return
+        if kind == "prefix":
+            self._keeper.answered(number, payload)
+            return
         task = asyncio.create_task(self._answer(number, kind, payload))
         self._running[number] = task
-        task.add_done_callback(lambda _: self._running.pop(number, None))
+        task.add_done_callback(partial(self._ended, number))
+
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        """A cancelled request replies here: its task may have been cancelled before it began, and then none of it ran
+        (the request and its cancel were read at once)."""
+        del self._running[number]
+        if task.cancelled():
+            self.link.send(number, "failed", error_reply(ErrorInfo("Cancelled", "the episode was cancelled")))
 
     async def _answer(self, number: int, kind: str, payload: bytes) -> None:
-        """Exactly one reply per request, whatever happens to it."""
+        """Exactly one reply per request, whatever happens to it; that of a cancelled one is `_ended`'s. What an
+        environment raises to end the process, or a coroutine, ends its episode alone."""
         try:
-            self.link.send(number, "reply", await getattr(self, f"_{kind}")(unpack(payload)))
-        except asyncio.CancelledError:
-            self.link.send(number, "failed", error_reply(ErrorInfo("Cancelled", "the episode was cancelled")))
+            self.link.send(number, "reply", await getattr(self, f"_{kind}")(number, await unpack_in_turns(payload)))
         except TasksetFailed as error:
             self.link.send(0, "fatal", _fatal(error.__cause__ or error))
-        except Exception as error:
-            log.warning(
-                "%s failed: %s: %s", kind, type(error).__name__, error, exc_info=not isinstance(error, ShmrlError)
-            )
-            self.link.send(number, "failed", error_reply(error))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            exit_as_a_fork()
+            info = failure(error)
+            what = info.message if isinstance(error, ShmrlError) else str(info)
+            log.warning("%s failed: %s", kind, what, exc_info=self._is_news(error, info))
+            self.link.send(number, "failed", error_reply(info))
+
+    def _is_news(self, error: BaseException, info: ErrorInfo) -> bool:
+        """Whether the log needs this traceback: it is not ours, and no other came from there."""
+        if isinstance(error, ShmrlError) or (info.type, info.where) in self._seen:
+            return False
+        self._seen.add((info.type, info.where))
+        return True
 
     async def _beat(self) -> None:
         """Tells the server that the loop turns, and how late it is."""
         me = psutil.Process()
         while True:
-            before = time.monotonic()
             await asyncio.sleep(BEAT_S)
-            self._lag_s = time.monotonic() - before - BEAT_S
-            facts = {"lag_ms": 1000 * self._lag_s, "rss_bytes": me.memory_info().rss, "running": len(self._running)}
+            facts = {
+                "loop_lag_ms": self._lag.quantiles_ms(),
+                "rss_bytes": me.memory_info().rss,
+                "running": len(self._running),
+            }
             self.link.send(0, "beat", pack(facts))
 
     # -------------------------------------------------------------------------------------------------------- methods
 
-    async def _tasks(self, request: dict[str, Any]) -> bytes:
+    async def _tasks(self, _: int, request: dict[str, Any]) -> bytes:
         expect(request, "tasks", split=str, start=int, n=int)
         if min(request["start"], request["n"]) < 0:
             raise ProtocolError(f"tasks: start = {request['start']}, n = {request['n']}: both count from 0")
         if request["n"] > MAX_TASKS:  # they are made on the event loop, where every other episode would wait for them
             raise ProtocolError(f"tasks: n = {request['n']} at once; at most {MAX_TASKS}")
         found = await self.tasks.read(request["split"], request["start"], request["n"])
-        return pack({"success": True, "tasks": [task_to_wire(task) for task in found]})
+        return await packed({"success": True, "tasks": [task_to_wire(task) for task in found]})
 
-    async def _run_rollout(self, request: dict[str, Any]) -> bytes:
+    async def _run_rollout(self, number: int, request: dict[str, Any]) -> bytes:
         expect(request, "run_rollout", task=(dict, list), model=dict, seed=int, keep=str, tag=str)
         task, spec = task_from_wire(request["task"]), ModelSpec.from_wire(request["model"])
         keep, tag = request["keep"], request["tag"]
-        model, episode = await self._play(task, spec, keep, request["seed"])
-        shared = await self._shared([model], keep, tag)
+        progress = self._progress(number, request)
+        model, episode = await self._play(task, spec, keep, request["seed"], progress)
+        if progress is not None and keep != "eval":
+            progress("storing", model)
+        siblings = shares("run_rollout", request)
+        if siblings:
+            shared = await self._keeper.shared_by_group(model, tag, number)
+        else:
+            shared = await self._keeper.shared([] if keep == "eval" else [model], tag)
         samples: tuple[Sample, ...] = ()
         try:
             result = await self._result(task, model, episode, keep, tag, shared)
             samples = result.samples
         finally:
             shared.close(samples)
-        return pack(episode_to_wire(result))
+        if siblings:
+            self._keeper.tell(number, shared, samples)
+        return await packed(episode_to_wire(result))
 
-    async def _run_group(self, request: dict[str, Any]) -> bytes:
+    async def _run_group(self, number: int, request: dict[str, Any]) -> bytes:
         """One episode per seed; the environment's `score_group` sees those that succeeded, all at once."""
         expect(request, "run_group", task=(dict, list), model=dict, seeds=list, keep=str, tag=str)
         task, spec, keep = task_from_wire(request["task"]), ModelSpec.from_wire(request["model"]), request["keep"]
         async with asyncio.TaskGroup() as group:
-            plays = [group.create_task(self._caught(self._play(task, spec, keep, seed))) for seed in request["seeds"]]
+            told = [self._progress(number, request, index) for index in range(len(request["seeds"]))]
+            rollouts = [self._play(task, spec, keep, *one) for one in zip(request["seeds"], told, strict=True)]
+            plays = [group.create_task(self._caught(play)) for play in rollouts]
         played = [play.result() for play in plays]
         score = getattr(self.environment, "score_group", None)
         if score is not None:
             await score([item[1] for item in played if not isinstance(item, ErrorInfo)])
         tag = request["tag"]
-        shared = await self._shared([item[0] for item in played if not isinstance(item, ErrorInfo)], keep, tag)
+        models = [item[0] for item in played if not isinstance(item, ErrorInfo)]
+        shared = await self._keeper.shared([] if keep == "eval" else models, tag)
         results: list[EpisodeResult] = []
         try:
             for index, item in enumerate(played):
@@ -161,23 +205,36 @@ class Worker:
                 results.append(EpisodeResult(False, task.id, error=reply) if failed else reply)
         finally:
             shared.close(sample for result in results for sample in result.samples)
-        return pack({"success": True, "episodes": [episode_to_wire(result) for result in results]})
+        return await packed({"success": True, "episodes": [episode_to_wire(result) for result in results]})
 
     async def _caught(self, awaitable: Any) -> Any:
         """The result, or the failure as data."""
         try:
             return await awaitable
-        except Exception as error:
-            return ErrorInfo.of(error)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return failure(error)
 
     # ------------------------------------------------------------------------------------------------------- episodes
 
-    async def _play(self, task: Task, spec: ModelSpec, keep: str, seed: int) -> tuple[Model, Episode]:
+    def _progress(self, number: int, request: Mapping[str, Any], episode: int = 0) -> Progress | None:
+        """Who is told how an episode gets on, if anybody asked for it."""
+        tell = partial(self.link.send, number, "delta")
+        return Progress(tell, episode, texts=request["keep"] == "eval") if request.get("deltas") else None
+
+    async def _play(
+        self, task: Task, spec: ModelSpec, keep: str, seed: int, progress: Progress | None
+    ) -> tuple[Model, Episode]:
         """One rollout. EnvError for a keep that is none, and for an Episode that is none."""
         if keep not in KEEPS:
             raise EnvError(f"keep = {keep!r}: expected one of {', '.join(KEEPS)}")
         model = self._model(task, spec, keep, seed)
+        model.on_progress = progress
         episode = await self.environment.rollout(task, model)
+        exit_as_a_fork()
+        if progress is not None:
+            progress("scoring", model)
         if not isinstance(episode, Episode):
             raise EnvError(f"rollout returned a {type(episode).__name__}, not an Episode")
         return model, episode
@@ -193,23 +250,13 @@ class Worker:
             return ScriptedModel(spec, chat, lambda messages: demonstrate(task, messages), max_turns=max_turns)
         if keep == "eval":  # nothing is trained on it, so nothing is captured
             spec = replace(spec, fields=(), head=0)
-        return Model(spec, chat, self._engine(spec.urls, spec.timeout_s), seed=seed, max_turns=max_turns)
+        return Model(spec, chat, self._engine(spec), seed=seed, max_turns=max_turns)
 
-    def _engine(self, urls: tuple[str, ...], timeout_s: float) -> EngineClient:
-        key = (urls, timeout_s)
+    def _engine(self, spec: ModelSpec) -> EngineClient:
+        key = (spec.urls, spec.near, spec.timeout_s)
         if key not in self._engines:
-            self._engines[key] = EngineClient(urls, timeout_s=timeout_s)
+            self._engines[key] = EngineClient(spec.urls, near=spec.near, timeout_s=spec.timeout_s)
         return self._engines[key]
-
-    async def _shared(self, models: Sequence[Model], keep: str, tag: str) -> SharedRows:
-        """What the request's branches have in common, found in a thread: routing is compared byte for byte."""
-        if keep == "eval" or sum(len(model.conversations) for model in models) < 2:
-            return SharedRows(self.arena, tag, {})
-
-        def find() -> SharedRows:
-            return SharedRows(self.arena, tag, dict(pair for model in models for pair in model.openings().items()))
-
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, find)
 
     async def _result(
         self, task: Task, model: Model, episode: Episode, keep: str, tag: str, shared: SharedRows
@@ -220,7 +267,7 @@ class Worker:
         stop_reason = episode.stop_reason if episode.stop_reason != "stop" else model.stop_reason
         start, end = model.versions
         meta = {"task": task.id, "reward": reward, "rewards": rewards, "stop_reason": stop_reason}
-        samples = () if keep == "eval" else await self._keep(model, meta, tag, shared)
+        samples = () if keep == "eval" else await self._keeper.store(model, meta, tag, shared)
         return EpisodeResult(
             success=True,
             task_id=task.id,
@@ -235,37 +282,6 @@ class Worker:
             samples=samples,
             messages=_messages(model, episode) if keep == "eval" else None,
         )
-
-    async def _keep(self, model: Model, meta: dict[str, Any], tag: str, shared: SharedRows) -> tuple[Sample, ...]:
-        """Encode in a thread; a cancelled episode waits for it, so that its failure is told after its last block."""
-        wanted = threading.Event()
-        wanted.set()
-        storing = asyncio.get_running_loop().run_in_executor(
-            self._encoders, self._store, model, meta, tag, shared, wanted
-        )
-        try:
-            return await asyncio.shield(storing)
-        except asyncio.CancelledError:
-            wanted.clear()  # if it waits for space, others need that more
-            await asyncio.wait([storing])
-            storing.exception()  # its failure was asked for
-            raise
-
-    def _store(
-        self, model: Model, meta: dict[str, Any], tag: str, shared: SharedRows, wanted: threading.Event
-    ) -> tuple[Sample, ...]:
-        """All branches or none: if one does not validate or finds no space, its siblings' own blocks are freed."""
-        samples: list[Sample] = []
-        limits = {"timeout_s": self.settings["timeout_s"], "on_full": self.settings["on_full"]}
-        try:
-            with giving_up(wanted):
-                for index, branch in enumerate(model.branches(meta)):
-                    prefix = shared.prefix((model, index), **limits)
-                    samples.append(encode(self.arena, branch, tag, prefix, **limits))
-        except BaseException:
-            self.arena.free([sample.segments[-1][0] for sample in samples])
-            raise
-        return tuple(samples)
 
 
 class TasksetFailed(Exception):
@@ -337,7 +353,9 @@ def _number(what: str, value: Any) -> float:
 
 
 def _fatal(error: BaseException) -> bytes:
-    """Why this worker cannot serve, for every client that waits."""
+    """Why this worker cannot serve, for every client that waits. A configuration error needs no traceback."""
+    if isinstance(error, ConfigError):
+        return pack({"problems": error.problems})
     text = "".join(traceback.format_exception(error))
     return pack({"traceback": text.encode("utf-8", "replace").decode()[-16384:]})
 
@@ -361,25 +379,30 @@ async def _main(end: socket.socket) -> int:
         return 1
     settings = unpack(first[2])
     setproctitle.setproctitle(f"shmrl:env-worker {settings['name']}/{settings['slot']}")
-    setup(f"{settings['name']}/{settings['slot']}", Log(level=settings["log_level"], json=settings["log_json"]))
+    setup(f"{settings['name']}/{settings['slot']}", log_of(settings))
     try:
         tasks = await _load(settings)
     except Exception as error:
         cause = error.__cause__ if isinstance(error, TasksetFailed) and error.__cause__ else error
-        log.error("%s cannot be loaded", redacted(settings["env_id"]), exc_info=cause)
+        if not isinstance(cause, ConfigError):
+            log.error("%s cannot be loaded", redacted(settings["env_id"]), exc_info=cause)
         link.send(0, "fatal", _fatal(cause))
         await link.flush()
         await link.close()
         return 1
     with Arena.attach(settings["arena"]) as arena:
+        if settings["own_arena"]:
+            inherit(partial(unlink, settings["arena"]))
         facts = {
             "demonstrates": hasattr(tasks.environment, "demonstrate"),
             "scores_groups": hasattr(tasks.environment, "score_group"),
         }
+        put_the_loop_first()
         link.send(0, "ready", pack(facts))
         serving = asyncio.create_task(Worker(link, settings, tasks, arena).run())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
         await asyncio.gather(serving, return_exceptions=True)
+    tidy_after_the_dead()
     await link.close()
     return 0
 
@@ -389,6 +412,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when its workers stop
     end = socket.socket(fileno=int(argv[0]))
     end.set_inheritable(False)
+    keep_from_forks(end)
     die_with(end)
     return asyncio.run(_main(end))
 

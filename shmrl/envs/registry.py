@@ -1,4 +1,5 @@
-"""Environments by name: a bundled name, `gem:<id>`, or `module:attribute` (a class or a factory, given `env.args`).
+"""Environments by name: a bundled name, `gem:<id>`, `verifiers:<id>`, `legacy:<id>`, or `module:attribute` (a class or
+a factory, given `env.args`).
 
 `openenv:` before it changes nothing, and before URLs names servers of sessions that someone else runs.
 
@@ -12,15 +13,15 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from shmrl.config.addresses import redacted
-from shmrl.config.tree import REMOTE, remote_urls
+from shmrl.config.sources import LEGACY, REMOTE, remote_urls
 from shmrl.env.interface import Environment, SessionRollout
-from shmrl.envs import gem
+from shmrl.envs import gem, source, verifiers
+from shmrl.envs.modules import module_file
 from shmrl.errors import ConfigError
 
 BUNDLED = {
@@ -29,6 +30,8 @@ BUNDLED = {
     "guess-number": "shmrl.envs.guess_number:GuessNumber",
     "code-exec": "shmrl.envs.code_exec:CodeExec",
 }
+SANDBOXED = {"code-exec"}
+"""Bundled environments that run what a model wrote."""
 
 
 def find(env_id: str) -> str | None:
@@ -37,39 +40,47 @@ def find(env_id: str) -> str | None:
         env_id = env_id.removeprefix(REMOTE)
         if remote_urls(REMOTE + env_id):
             return None
+    if verifiers.is_ours(env_id):
+        return verifiers.find(env_id)
     module, _, attribute = BUNDLED.get(env_id, env_id).partition(":")
     if env_id.startswith(gem.PREFIX) and attribute:
-        return None if _module_file("gem") else f"env id {env_id!r}: GEM is not installed: pip install gem-llm"
+        return None if module_file("gem") else f"env id {env_id!r}: GEM is not installed: pip install gem-llm"
     if not attribute:
         close = difflib.get_close_matches(env_id, BUNDLED, n=1)
         hint = f"did you mean {close[0]}?" if close else f"bundled are {', '.join(BUNDLED)}"
         return f"env id {redacted(env_id)!r} is neither a bundled name nor module:attribute; {hint}"
     if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
         return f"env id {redacted(env_id)!r} is not module:attribute"
-    if _module_file(module) is None:
+    if module_file(module) is None:
         return f"env id {env_id!r}: there is no module {module!r} on the Python path or in {os.getcwd()}"
     return None
 
 
-def _module_file(module: str) -> Path | None:
-    """The file a module would be loaded from, by path alone: a package's own __init__ must not run in the launcher."""
-    top, *rest = parts = module.split(".")
-    for root in ("", *sys.path):
-        if found := _file_below(Path(root or os.curdir), parts):
-            return found
-    spec = importlib.util.find_spec(top)  # an editable install is on no path: its finder knows where the package is
-    if spec is None:
-        return None
-    if not rest:
-        return Path(spec.origin) if spec.origin else None
-    return next(filter(None, (_file_below(Path(root), rest) for root in spec.submodule_search_locations or ())), None)
+def unsandboxed(env_id: str, sandbox: str | None) -> list[str]:
+    """What is wrong with an environment that runs what a model wrote, without `serve.sandbox`."""
+    missing = env_id in SANDBOXED and not sandbox
+    return [f"{env_id} runs what a model wrote: set serve.sandbox = 'bwrap'"] if missing else []
 
 
-def _file_below(root: Path, parts: Sequence[str]) -> Path | None:
-    """The module's file, its package's __init__ or its namespace directory."""
-    path = root.joinpath(*parts)
-    files = (path.with_suffix(".py"), path / "__init__.py")
-    return next((file for file in files if file.is_file()), path if path.is_dir() else None)
+def misused(env_id: str, args: Mapping[str, Any]) -> list[str]:
+    """What is wrong with an id that `find` accepts and these arguments, as far as the source tells."""
+    if env_id.startswith((REMOTE, gem.PREFIX)):
+        return []
+    if verifiers.is_ours(env_id):
+        return verifiers.misused(env_id, args)
+    return source_faults(BUNDLED.get(env_id, env_id), args)
+
+
+def source_faults(path: str, args: Mapping[str, Any] | None = None) -> list[str]:
+    """The same of any `module:attribute`, by its source alone. args: of the call; None: there is none yet."""
+    module, _, attribute = path.partition(":")
+    file = module_file(module) if all(part.isidentifier() for part in module.split(".")) else None
+    if file is None:
+        return [f"there is no module {module!r} on the Python path or in {os.getcwd()}"]
+    if file.suffix != ".py":
+        return []
+    found = source.faults(file, attribute, args or {})
+    return [one for one in found if args is not None or not one.startswith("env.args.")]
 
 
 def load(env_id: str, args: Mapping[str, Any]) -> Environment:
@@ -100,6 +111,10 @@ def _target(env_id: str) -> Any:
 
         return partial(RemoteEnv, urls)
     env_id = env_id.removeprefix(REMOTE)
+    if verifiers.is_ours(env_id):
+        module, attribute = ("v0", "Legacy") if env_id.startswith(LEGACY) else ("v1", "Taskset")
+        adapter = getattr(importlib.import_module(f"shmrl.envs.verifiers.{module}"), attribute)
+        return partial(adapter, env_id.partition(":")[2])
     return gem.factory(env_id) if env_id.startswith(gem.PREFIX) else _attribute(env_id)
 
 

@@ -1,7 +1,7 @@
 """Client of one or more inference engines that speak vLLM's routes: our embedded server, or vLLM itself.
 
-Env workers generate through it, the orchestrator watches load and swaps weights. Imports no torch and no numpy: arrays
-stay in their wire form here, and `shmrl.payload` decodes them into the arena. One client per event loop.
+Env workers generate through it, the orchestrator watches load and swaps weights. Imports no torch. Routing stays in its
+wire form here; `shmrl.payload` decodes it into the arena. One client per event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from shmrl.errors import EngineError
+from shmrl.errors import EngineError, told
 from shmrl.inference.answers import Generation, parse_metrics, read_generation
 
 log = logging.getLogger(__name__)
@@ -40,17 +40,21 @@ class EngineClient:
     completions, with token ids as well.
 
     Args:
-        urls: base addresses, e.g. ["http://127.0.0.1:8000"].
+        urls: base addresses, e.g. ["http://127.0.0.1:8000"]. near: those of them that are asked while they answer.
         timeout_s: deadline of one `generate`, retries included. token: bearer token, where the engine wants one.
     """
 
-    def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, token: str | None = None) -> None:
+    def __init__(
+        self, urls: Sequence[str], *, near: Sequence[str] = (), timeout_s: float = 600.0, token: str | None = None
+    ) -> None:
         if not urls:
             raise EngineError("an engine client needs at least one url")
         self.urls = [url.rstrip("/") for url in urls]
+        self._near = [url.rstrip("/") for url in near]
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._inflight = dict.fromkeys(self.urls, 0)
+        self._calls: dict[str, set[asyncio.Timeout]] = {url: set() for url in self.urls}
         self._told: set[tuple[str, str]] = set()
         self._without_generate: set[str] = set()
         self._session: aiohttp.ClientSession | None = None
@@ -81,8 +85,8 @@ class EngineClient:
         if routed_experts_prompt_start:
             params["routed_experts_prompt_start"] = routed_experts_prompt_start
         common = {k: v for k, v in (("cache_salt", cache_salt), ("request_id", request_id)) if v is not None}
-        url, text = await self._with_retries(token_ids, params, common, cache_salt)
-        return await asyncio.get_running_loop().run_in_executor(self._reader, read_generation, text, url, params, head)
+        url, body = await self._with_retries(token_ids, params, common, cache_salt)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read_generation, body, url, params, head)
 
     async def prompt_logprobs(self, url: str, token_ids: list[int]) -> list[float]:
         """log p of token_ids[1:] given what precedes them, under the weights of now; vLLM only."""
@@ -92,7 +96,7 @@ class EngineClient:
             rows = json.loads(text)["choices"][0]["prompt_logprobs"][1:]
             return [float(row[str(token)]["logprob"]) for row, token in zip(rows, token_ids[1:], strict=True)]
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise EngineError(f"{url} scored no prompt: {type(error).__name__}: {error}") from error
+            raise EngineError(f"{url} scored no prompt: {told(error)}") from error
 
     # ------------------------------------------------------------------------------------------------ load and weights
 
@@ -109,10 +113,25 @@ class EngineClient:
                     return
                 reason = f"status {status}"
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                reason = _said(error)
-            if time.monotonic() > deadline:
+                reason = told(error)
+            if time.monotonic() > deadline or url not in self.urls:
                 raise EngineError(f"{url} is not healthy: {reason}")
             await asyncio.sleep(0.1)
+
+    async def is_healthy(self, url: str, timeout_s: float) -> bool:
+        """Whether an engine is, within timeout_s."""
+        try:
+            await self._await_healthy(url, time.monotonic() + timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    def drop(self, url: str) -> None:
+        """Go on without an engine: nobody asks it any more, whoever shares the list `urls` included, and what it was
+        asked for fails now, as it does of an engine that is away."""
+        self.urls.remove(url)
+        for call in self._calls[url]:
+            call.reschedule(0.0)
 
     async def cards(self) -> list[dict[str, Any]]:
         """What each engine says of its (first) model: id, root (its directory or name), max_model_len; EngineError."""
@@ -137,8 +156,9 @@ class EngineClient:
 
     async def metrics(self) -> dict[str, dict[str, float]]:
         """Per url, every Prometheus sample by name (summed over labels), e.g. "vllm:kv_cache_usage_perc" in 0..1."""
+        urls = list(self.urls)
         found = await self._everywhere(lambda url: self._control("GET", url, "/metrics"))
-        return {url: parse_metrics(text) for url, text in zip(self.urls, found, strict=True)}
+        return {url: parse_metrics(text) for url, text in zip(urls, found, strict=True)}
 
     async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
         """Stop generation on every engine; requests sent meanwhile queue. See vLLM's /pause for the modes."""
@@ -172,15 +192,16 @@ class EngineClient:
         if sender is None:
             return {url: [path] for url in self.urls}
         own = await self._everywhere(_own_address)
+        urls = list(self.urls)
         host = next((address for address in own if not ip_address(address).is_loopback), own[0])
         transfer = (host, str(sender), secrets.token_hex(8), path)
 
         async def receive(url: str) -> list[str]:
-            members = (str(1 + self.urls.index(url)), str(1 + len(self.urls)))
+            members = (str(1 + urls.index(url)), str(1 + len(urls)))
             results = await self.call_workers(url, RECEIVE_METHOD, *transfer, *members)
             return [file for result in results for file in result.get("files", ())]
 
-        return dict(zip(self.urls, await self._everywhere(receive), strict=True))
+        return dict(zip(urls, await self._everywhere(receive), strict=True))
 
     async def _load(self, url: str, files: list[str], version: str) -> None:
         await self.call_workers(url, LOAD_METHOD, *files)
@@ -228,7 +249,9 @@ class EngineClient:
             if not isinstance(error, EngineError):
                 raise error
         if failed:
-            raise EngineError("; ".join(map(str, failed))) from failed[0]
+            whole = EngineError("; ".join(map(str, failed)))
+            whole.away = tuple(url for error in failed if isinstance(error, EngineError) for url in error.away)
+            raise whole from failed[0]
         return list(found)
 
     async def _control(self, method: str, url: str, path: str, body: Any = None, *, optional: bool = False) -> str:
@@ -237,12 +260,14 @@ class EngineClient:
         optional: some versions have no such route, and nothing depends on it.
         """
         try:
-            status, text = await self._call(method, url, path, body, self._timeout_s)
+            status, answer = await self._call(method, url, path, body, self._timeout_s)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineError(f"{url}{path}: {_said(error)}") from error
+            away = EngineError(f"{url}{path}: {told(error)}")
+            away.away = (url,)
+            raise away from error
         if status != 200 and not (optional and status == 404):
-            raise EngineError(f"{url}{path} answered {status}: {_message(text)}")
-        return text
+            raise EngineError(f"{url}{path} answered {status}: {_message(answer)}")
+        return answer.decode(errors="replace")
 
     def _request(
         self, url: str, token_ids: list[int], params: dict[str, Any], common: dict[str, Any]
@@ -255,7 +280,7 @@ class EngineClient:
 
     async def _with_retries(
         self, token_ids: list[int], params: dict[str, Any], common: dict[str, Any], key: str | None
-    ) -> tuple[str, str]:
+    ) -> tuple[str, bytes]:
         """(url, body). Waits for engines that are away or busy until the deadline; gives up early on real faults."""
         deadline, faults, tries, avoid = time.monotonic() + self._timeout_s, 0, 0, None
         while True:
@@ -263,19 +288,19 @@ class EngineClient:
             path, body = self._request(url, token_ids, params, common)
             self._inflight[url] += 1
             try:
-                status, text = await self._call("POST", url, path, body, deadline - time.monotonic())
+                status, answer = await self._call("POST", url, path, body, deadline - time.monotonic())
                 if status == 200:
-                    return url, text
+                    return url, answer
                 if status == 404 and path == GENERATE:
                     self._without_generate.add(url)
                     continue
-                reason, fault = f"{status}: {_message(text)}", status not in (429, 503)
+                reason, fault = f"{status}: {_message(answer)}", status not in (429, 503)
                 if 400 <= status < 500 and fault:
                     raise EngineError(f"{url}{path} answered {reason}")
             except aiohttp.ClientConnectorError as error:
-                reason, fault = _said(error), False
+                reason, fault = told(error), False
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                reason, fault = _said(error), True
+                reason, fault = told(error), True
             finally:
                 self._inflight[url] -= 1
             faults, tries, avoid = faults + fault, tries + 1, url
@@ -286,8 +311,10 @@ class EngineClient:
             await asyncio.sleep(wait)
 
     def _choose(self, key: str | None, avoid: str | None) -> str:
-        """The engine for this key, else the least busy one; not the one that has just failed where there is another."""
-        urls = [url for url in self.urls if url != avoid] or self.urls
+        """The engine for this key, else the least busy one; a near one before others, and not the one that has just
+        failed where there is another."""
+        others = [[url for url in urls if url != avoid] for urls in (self._near, self.urls)]
+        urls = others[0] or others[1] or self.urls
         idlest = min(urls, key=lambda url: (self._inflight[url], random.random()))
         if key is None:
             return idlest
@@ -300,13 +327,18 @@ class EngineClient:
             self._told.add((url, reason))
             log.warning("%s: %s; retrying (further ones are not logged)", url, reason)
 
-    async def _call(self, method: str, url: str, path: str, body: Any, timeout_s: float) -> tuple[int, str]:
+    async def _call(self, method: str, url: str, path: str, body: Any, timeout_s: float) -> tuple[int, bytes]:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=False)
         timeout = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), sock_connect=10)
-        async with self._session.request(method, url + path, json=body, timeout=timeout) as response:
-            return response.status, await response.text(errors="replace")
+        async with asyncio.timeout(None) as until_dropped:
+            self._calls[url].add(until_dropped)
+            try:
+                async with self._session.request(method, url + path, json=body, timeout=timeout) as response:
+                    return response.status, await response.read()
+            finally:
+                self._calls[url].discard(until_dropped)
 
 
 async def _own_address(url: str) -> str:
@@ -317,7 +349,9 @@ async def _own_address(url: str) -> str:
             parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         )
     except OSError as error:
-        raise EngineError(f"{url}: {_said(error)}") from error
+        away = EngineError(f"{url}: {told(error)}")
+        away.away = (url,)
+        raise away from error
     writer.close()
     return str(writer.get_extra_info("sockname")[0])
 
@@ -325,14 +359,10 @@ async def _own_address(url: str) -> str:
 # ---------------------------------------------------------------------------------------------------------- messages
 
 
-def _message(text: str) -> str:
+def _message(body: bytes) -> str:
     """What an error body says."""
     try:
-        error = json.loads(text)["error"]
+        error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
-        return text[:200] or "no body"
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return body[:200].decode(errors="replace") or "no body"

@@ -15,8 +15,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +27,15 @@ from shmrl.env.death import PDEATHSIG, prctl
 from shmrl.env.sidecar import announced, serve_sidecar
 from shmrl.errors import ConfigError, ProcessFailed, RunError, TasksetError
 from shmrl.inference.client import EngineClient
+from shmrl.launcher.meter import Meter
+from shmrl.launcher.preflight import faults_of
 from shmrl.launcher.rollout_file import Key, RolloutFile
 from shmrl.node.host import require_torch
+from shmrl.types import EpisodeResult, ErrorInfo
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from shmrl.env.client import EnvClient
-    from shmrl.types import EpisodeResult, Task
+    from shmrl.types import Task
 
 log = logging.getLogger(__name__)
 PASSED = 1.0
@@ -71,13 +72,19 @@ def evaluate(plan: Plan) -> int:
     names = [source.name for source in plan.sources]
     if len({*names}) < len(names):
         raise ConfigError(f"two environments have the same name: {', '.join(names)}")
+    if faults := [f"{source.name}: {why}" for source in plan.sources for why in faults_of(source.env, source.serve)]:
+        raise ConfigError(faults)
     with RolloutFile(plan.out) as file:
         file.expect(model=plan.model, base_seed=plan.seed)
         if file.rows:
             log.info("%s has %d rollouts: going on with it", plan.out, len(file.rows))
-        asyncio.run(_run(plan, file))
+        try:
+            asyncio.run(_run(plan, file))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
         table = [summary(name, file.of(name, plan.tasks, plan.rollouts)) for name in names]
     print(render(table, plan.rollouts))
+    print(f"rollouts: {plan.out}")
     done, failed = (sum(line[key] for line in table) for key in ("rollouts", "failed"))
     if not file.added:
         log.warning("nothing was run: %s had all of these %d rollouts", plan.out, done)
@@ -87,28 +94,52 @@ def evaluate(plan: Plan) -> int:
 
 
 async def _run(plan: Plan, file: RolloutFile) -> None:
+    meter = Meter()
     async with AsyncExitStack() as stack:
+        stack.enter_context(_interruptible(plan, meter))
+        await stack.enter_async_context(meter.shown())
+        meter.awaits(f"the engine ({plan.model})")
         engine, model, served = await stack.enter_async_context(_engine(plan))
         file.expect(served=served)
+        meter.awaits(f"the environments ({', '.join(source.name for source in plan.sources)})")
         clients = [await stack.enter_async_context(_hosted(source, plan.concurrency)) for source in plan.sources]
-        progress = stack.enter_context(_progress())
         hosted = [*zip(plan.sources, clients, strict=True)]
         free = asyncio.Semaphore(plan.concurrency)
-        sources = [_Source(plan, source, client, model, file, progress) for source, client in hosted]
+        sources = [_Source(plan, source, client, model, file, meter) for source, client in hosted]
         await _while_lives(engine, _together(source.run(free) for source in sources))
         for source, client in hosted:
             if blocks := (await client.health())["arena"]["blocks"]:
                 raise RunError(f"{source.name}: {blocks} blocks were left in the arena")
 
 
-def _progress() -> Progress:
-    """A bar per environment, on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+@contextmanager
+def _interruptible(plan: Plan, meter: Meter) -> Iterator[None]:
+    """SIGINT says what becomes of what there is, and cancels the block; further ones wait for its end."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    loop, running = asyncio.get_running_loop(), asyncio.current_task()
+    assert running is not None
+    interrupted = False
 
-    name, reward = TextColumn("{task.description}"), TextColumn("{task.fields[reward]}")
-    columns = (name, BarColumn(), MofNCompleteColumn(), reward, TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+    def interrupt() -> None:
+        nonlocal interrupted
+        if interrupted:
+            log.warning("still ending the processes of this evaluation")
+            return
+        interrupted = True
+        log.warning("interrupted: %s", meter.interrupted(plan.out))
+        running.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception as error:  # a terminal's SIGINT reaches every process: what they say of it is not why this ends
+        if interrupted:
+            raise asyncio.CancelledError from error
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 @asynccontextmanager
@@ -218,20 +249,20 @@ class _Source:
         client: EnvClient,
         model: Mapping[str, Any],
         file: RolloutFile,
-        progress: Progress,
+        meter: Meter,
     ) -> None:
-        self._plan, self._config, self._client, self._file, self._progress = plan, config, client, file, progress
+        self._plan, self._config, self._client, self._file, self._meter = plan, config, client, file, meter
         self._model = {**model, "sampling": config.sampling.model_dump()}
-        self._rewards: list[float] = []
 
     async def run(self, free: asyncio.Semaphore) -> None:
         """All rollouts that the file does not have yet."""
         tasks, plan = await self._tasks(), self._plan
         self._file.check(self._config, [task.id for task in tasks])
         keys = [Key(self._config.name, number, k) for number in range(len(tasks)) for k in range(plan.rollouts)]
-        self._bar = self._progress.add_task(self._config.name, total=len(keys), reward="")
+        self._meter.expect(self._config.name, len(keys))
         for row in self._file.of(self._config.name, plan.tasks, plan.rollouts):
-            self._show(row)
+            if row["success"]:
+                self._meter.ended(self._config.name, row["reward"])
 
         async def one(key: Key) -> None:
             async with free:
@@ -254,23 +285,26 @@ class _Source:
         name = "/".join(map(str, key))
         digest = hashlib.blake2s(f"{self._plan.seed}/{name}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little") >> 1
-        result = await self._client.run_rollout(
-            task, model=self._model, group_id=str(key.number), seed=seed, keep="eval", tag=f"eval/{name}"
-        )
+        limit_s = self._config.serve.request_timeout_s
+        with self._meter.running(self._config.name, task.id, limit_s):
+            try:
+                async with asyncio.timeout(limit_s or None) as deadline:
+                    result = await self._client.run_rollout(
+                        task, model=self._model, group_id=str(key.number), seed=seed, keep="eval", tag=f"eval/{name}"
+                    )
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                result = EpisodeResult(success=False, task_id=task.id, error=ErrorInfo.timeout(limit_s))
         row = {"task": task.id, "seed": seed, **_row(result)}
         self._file.add(key, row, self._config)
-        self._show(row)
-
-    def _show(self, row: Mapping[str, Any]) -> None:
-        if row["success"]:
-            self._rewards.append(row["reward"])
-            mean = sum(self._rewards) / len(self._rewards)
-            self._progress.update(self._bar, advance=1, reward=f"{mean:.3f}")
+        self._meter.ended(self._config.name, row.get("reward"))
 
 
 def _row(result: EpisodeResult) -> dict[str, Any]:
     if result.error is not None:
-        return {"success": False, "error": f"{result.error.type}: {result.error.message}"}
+        where = {"where": result.error.where} if result.error.where else {}
+        return {"success": False, "error": f"{result.error.type}: {result.error.message}", **where}
     return {
         "success": True,
         "reward": result.reward,

@@ -1,28 +1,36 @@
 """Everything that can be known to fail before a process starts: environments, model, ports, shared memory.
 
 Called by `shmrl run` (with --dry-run too) after the configuration was validated; imports no environment and no torch
-and takes well under two seconds. All faults are reported at once.
+and takes well under two seconds. All faults are reported at once. Of a run over several nodes, what the files tell is
+checked where the job is submitted, and what the machine tells on every node.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from shmrl.config import ArenaConfig, RunTree
 from shmrl.config.addresses import redacted
 from shmrl.config.budget import bytes_per_token, longest_episode
 from shmrl.config.shape import EXPERT_KEYS, ModelShape, model_shape
+from shmrl.config.sources import EnvSpec, ServeConfig, Source
 from shmrl.errors import ConfigError, PortInUse
-from shmrl.node.host import arena_mount, available_memory, capacity_bytes, require_torch
-from shmrl.node.ports import require_free
+from shmrl.node.host import arena_mount, available_memory, capacity_bytes, without_torch
+from shmrl.node.ports import free_after, require_free
 from shmrl.units import size
+
+Node = Literal["inference", "trainer"]
+NODES: tuple[Node, ...] = ("inference", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +60,90 @@ class Budget:
 
 def check(tree: RunTree) -> Budget:
     """The arena's budget of a run that can start. ConfigError with every fault, or PortInUse naming the holder."""
-    require_torch()
-    problems = _environments(tree) + _remote(tree)
+    problems = without_torch() + _environments(tree) + _functions(tree) + _remote(tree)
     shape = _shape(tree, problems)
     problems += _engine(tree)
     budget = arena_budget(tree, shape)
-    problems += _memory(tree, budget)
+    problems += _memory(tree, budget) + _trackers(tree)
+    problems += _interpreters(tree)
     if problems:
         raise ConfigError(problems)
-    _ports(tree)
+    ports(tree)
     return budget
 
 
-def _environments(tree: RunTree) -> list[str]:
-    from shmrl.env.sandbox import problem
-    from shmrl.envs.registry import find
+def check_job(tree: RunTree) -> dict[Node, Budget]:
+    """The arenas' budgets of a run over several nodes, as far as this machine can tell, which need be none of them.
+    ConfigError with every fault."""
+    problems = _environments(tree, here=False) + _functions(tree)
+    shape = _shape(tree, problems)
+    if tree.inference.python is None or tree.inference.python.exists():
+        problems += _engine(tree)
+    budgets = {node: arena_budget(tree, shape, node) for node in NODES}
+    if tree.arena.capacity is not None:
+        problems += [f"{node} nodes: {problem}" for node in NODES for problem in _too_small(tree, budgets[node])]
+    if problems:
+        raise ConfigError(problems)
+    return budgets
 
-    problems = []
-    for split, source in tree.sources:
-        if source.serve.address is None:
-            found = [find(source.env.id), problem() if source.serve.sandbox else None]
-            problems += [f"orchestrator.{split}.source {source.name!r}: {why}" for why in found if why]
-    return problems
+
+def check_node(tree: RunTree, node: Node) -> Budget:
+    """The budget of this node's arena. ConfigError with everything that it cannot do."""
+    serves = node == "inference"
+    problems = without_torch()
+    problems += _environments(tree) + _remote(tree) if serves else _functions(tree)
+    shape = _shape(tree, problems)
+    problems += _engine(tree) if serves else []
+    budget = arena_budget(tree, shape, node)
+    problems += _memory(tree, budget)
+    problems += _interpreters(tree) if serves else []
+    if problems:
+        raise ConfigError(problems)
+    return budget
+
+
+def _environments(tree: RunTree, *, here: bool = True) -> list[str]:
+    """here: they will run on this machine."""
+    hosted = _hosted(tree)
+    return [f"{where}: {why}" for where, source in hosted for why in faults_of(source.env, source.serve, here=here)]
+
+
+def faults_of(env: EnvSpec, serve: ServeConfig, *, here: bool = True) -> list[str]:
+    """What keeps an environment from being hosted so, as far as its files tell. here: on this machine."""
+    from shmrl.env.sandbox import problem
+    from shmrl.envs.registry import find, misused, unsandboxed
+
+    found = [why] if serve.sandbox and here and (why := problem()) else []
+    found += unsandboxed(env.id, serve.sandbox)
+    if serve.python is None:  # else that one is asked
+        found += [why] if (why := find(env.id)) is not None else misused(env.id, env.args)
+    return found
+
+
+def _hosted(tree: RunTree) -> list[tuple[str, Source]]:
+    """(its place in the configuration, source) of those that this run hosts."""
+    hosted = [(split, source) for split, source in tree.sources if source.serve.address is None]
+    return [(f"orchestrator.{split}.source {source.name!r}", source) for split, source in hosted]
+
+
+def _interpreters(tree: RunTree) -> list[str]:
+    """What other interpreters lack; they are asked, all at once."""
+    from shmrl.env import foreign
+
+    sources = [(where, source) for where, source in _hosted(tree) if source.serve.python is not None]
+    answers = foreign.problems([(s.serve.python, s.env.id, s.env.args) for _, s in sources if s.serve.python])
+    return [f"{where}: {why}" for (where, _), found in zip(sources, answers, strict=True) for why in found]
+
+
+def _functions(tree: RunTree) -> list[str]:
+    """Functions of the user's own are where the configuration says they are."""
+    from shmrl.envs.registry import source_faults
+
+    paths = {
+        "trainer.loss.path": tree.trainer.loss.path,
+        "orchestrator.advantage.path": tree.orchestrator.advantage.path,
+    }
+    return [f"{key} = {path!r}: {why}" for key, path in paths.items() if path for why in source_faults(path)]
 
 
 def _remote(tree: RunTree) -> list[str]:
@@ -140,14 +210,30 @@ def _engine(tree: RunTree) -> list[str]:
     return []
 
 
+def _trackers(tree: RunTree) -> list[str]:
+    """Libraries that the configuration wants and nobody installed."""
+    wanted = {"tensorboard": tree.monitor.tensorboard, "wandb": tree.monitor.wandb}
+    return [
+        f"monitor.{name}: {name} is not installed (pip install -c constraints.txt -e '.[monitor]')"
+        for name, on in wanted.items()
+        if on and importlib.util.find_spec(name) is None
+    ]
+
+
 # ----------------------------------------------------------------------------------------------------------- memory
 
 
-def arena_budget(tree: RunTree, shape: ModelShape) -> Budget:
-    """What one token takes in the arena, and how many can be there."""
-    config, longest = tree.orchestrator, longest_episode(tree)
+def arena_budget(tree: RunTree, shape: ModelShape, node: Node | None = None) -> Budget:
+    """What one token takes in the arena, and how many can be there. node: of a run over several: what is under way is
+    spread over the inference nodes, and the trainer nodes have copies of their share of a step."""
+    config, longest, over = tree.orchestrator, longest_episode(tree), tree.deployment
     step = config.token_batch_size or (config.batch_size or 0) * longest
     open_at_once, retained = (config.inflight, longest), (tree.arena.retain_steps, step)
+    if node == "inference":
+        open_at_once = (-(-config.inflight // over.inference_nodes), longest)
+        retained = (tree.arena.retain_steps, -(-step // over.inference_nodes))
+    elif node == "trainer":
+        open_at_once, retained = (-(-step // longest // over.trainer_nodes), longest), (0, step)
     sizes = capacity_bytes(tree.arena), available_memory(tree.arena)
     return Budget(bytes_per_token(tree, shape), open_at_once, retained, *sizes)
 
@@ -165,19 +251,24 @@ def _memory(tree: RunTree, budget: Budget) -> list[str]:
         problems.append(f"arena.{error}")
     if config.spill_dir is not None and not os.access(config.spill_dir, os.W_OK | os.X_OK):
         problems.append(f"arena.spill_dir = {str(config.spill_dir)!r} is missing or cannot be written to")
+    return problems + _too_small(tree, budget) + _weights(tree, budget)
+
+
+def _too_small(tree: RunTree, budget: Budget) -> list[str]:
+    config = tree.arena
     disk = _spill_bytes(config)
-    if budget.needed > budget.capacity + disk:
-        (episodes, longest), (steps, tokens) = budget.in_flight, budget.retained
-        retained = f" and retain_steps {steps} x {tokens:,} tokens," if steps else ""
-        spill = f", arena.spill_dir has {size(disk)} free" if config.spill_dir else ""
-        problems.append(
-            f"the arena is too small: max_inflight {episodes:,} x {longest:,} tokens{retained} x "
-            f"{budget.bytes_per_token:,.1f} B = {size(budget.needed)}, arena.capacity is {size(budget.capacity)} "
-            f"({_default(tree)}){spill}: raise it, or lower orchestrator.max_inflight, orchestrator.seq_len"
-            f"{', arena.retain_steps' if steps else ''} or trainer.head"
-            + ("" if spill else ", or let what does not fit go to a disk: arena.on_full = 'spill' with arena.spill_dir")
-        )
-    return problems + _weights(tree, budget)
+    if budget.needed <= budget.capacity + disk:
+        return []
+    (episodes, longest), (steps, tokens) = budget.in_flight, budget.retained
+    retained = f" and retain_steps {steps} x {tokens:,} tokens," if steps else ""
+    spill = f", arena.spill_dir has {size(disk)} free" if config.spill_dir else ""
+    return [
+        f"the arena is too small: max_inflight {episodes:,} x {longest:,} tokens{retained} x "
+        f"{budget.bytes_per_token:,.1f} B = {size(budget.needed)}, arena.capacity is {size(budget.capacity)} "
+        f"({_default(tree)}){spill}: raise it, or lower orchestrator.max_inflight, orchestrator.seq_len"
+        f"{', arena.retain_steps' if steps else ''} or trainer.head"
+        + ("" if spill else ", or let what does not fit go to a disk: arena.on_full = 'spill' with arena.spill_dir")
+    ]
 
 
 def _spill_bytes(config: ArenaConfig) -> int:
@@ -213,24 +304,63 @@ def _default(tree: RunTree) -> str:
 # ------------------------------------------------------------------------------------------------------------ ports
 
 
-def _ports(tree: RunTree) -> None:
-    """Every port this run would bind is free now."""
-    wanted: dict[int, str] = {}
-    for index, (split, source) in enumerate(tree.sources):
-        if source.serve.address is None:
-            _want(wanted, tree.env_address(index), f"env-server {split}/{source.name}")
-            if source.serve.http is not None:
-                _want(wanted, f"http://{source.serve.http}", f"sessions of {split}/{source.name}")
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A port that the run would bind, who binds it, and the key it comes from; `base`: it is this port + i."""
+
+    who: str
+    host: str
+    port: int
+    key: str
+    base: int
+    count: int = 1
+
+
+def ports(tree: RunTree) -> None:
+    """Every port this run would bind is free now. PortInUse names each that is not, its holder and a way out."""
+    seen: dict[int, _Wanted] = {}
+    problems = []
+    for one in _wanted(tree):
+        if one.port in seen:
+            other = seen[one.port]
+            keys = f"{one.key} or {other.key}"
+            problems.append(f"{one.who} and {other.who} would both bind port {one.port}: change {keys}")
+            continue
+        seen[one.port] = one
+        try:
+            require_free(one.host, one.port, one.who)
+        except PortInUse as error:
+            problems.append(f"{error} ({_way_out(one)})")
+    if problems:
+        raise PortInUse(problems)
+
+
+def _wanted(tree: RunTree) -> Iterator[_Wanted]:
+    derived = [i for i, (_, source) in enumerate(tree.sources) if source.serve.address is None]
+    for index in derived:
+        split, source = tree.sources[index]
+        base, count = tree.orchestrator.env_server_base_port, derived[-1] + 1
+        key = "orchestrator.env_server_base_port"
+        yield _on(tree.env_address(index), f"env-server {split}/{source.name}", key, base, count)
+        if source.serve.http is not None:
+            key = f"{tree.source_key(index)}.serve.http"
+            yield _on(f"http://{source.serve.http}", f"sessions of {split}/{source.name}", key)
     if tree.node.url is not None:
-        _want(wanted, tree.node.url, "the node server")
+        yield _on(tree.node.url, "the node server", "node.address")
     if not tree.inference.urls:
-        _want(wanted, tree.inference.engine_urls[0], "inference")
+        yield _on(tree.inference.engine_urls[0], "inference", "inference.port")
 
 
-def _want(wanted: dict[int, str], address: str, who: str) -> None:
+def _on(address: str, who: str, key: str, base: int | None = None, count: int = 1) -> _Wanted:
     url = urlsplit(address)
     port = int(url.port or 0)
-    if port and port in wanted:
-        raise PortInUse(f"{who} and {wanted[port]} would both bind port {port}: change one of the two")
-    wanted[port] = who
-    require_free(str(url.hostname), port, who)
+    return _Wanted(who, str(url.hostname), port, key, port if base is None else base, count)
+
+
+def _way_out(one: _Wanted) -> str:
+    """The key that decides the port, and a value that would do now."""
+    offset = f" + {one.port - one.base}" if one.port != one.base else ""
+    free = free_after(one.host, one.base, one.count)
+    shown = free if one.key.endswith("port") else f"{one.host}:{free}"
+    flag = f"; free now: --{one.key.replace('_', '-')} {shown}" if free else ""
+    return f"{one.key} = {one.base}{offset}{flag}"

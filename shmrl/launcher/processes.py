@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-RUN_VARIABLE, ROLE_VARIABLE = "SHMRL_RUN", "SHMRL_ROLE"
+from shmrl.monitor.processes import ROLE_VARIABLE, RUN_VARIABLE
+
 _QUIET_S = 0.2  # nothing found for so long: a child caught between fork and exec would have shown
 
 

@@ -60,6 +60,7 @@ class RolloutFile:
         self._common: dict[str, Any] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            self._made = not path.exists()
             self._file = path.open("a+b")
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
@@ -77,6 +78,9 @@ class RolloutFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        """One that was made here and got no rollout is removed, while it is locked."""
+        if self._made and not self.added:
+            self.path.unlink(missing_ok=True)
         self._file.close()
 
     def has(self, key: Key) -> bool:

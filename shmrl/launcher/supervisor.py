@@ -13,12 +13,12 @@ import logging
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import psutil
 
-from shmrl.errors import ProcessFailed
+from shmrl.errors import ProcessFailed, RunError, ShmrlError, told
 from shmrl.launcher.janitor import Janitor
 from shmrl.launcher.processes import child_environment, find, find_role, kill_all
 from shmrl.launcher.roles import Role
@@ -31,6 +31,9 @@ GRACE_S = 5.0
 KILL_TIMEOUT_S = 5.0
 CAUSE_S = 2.0
 REMIND_S = 60.0
+TRAINER = "trainer"
+_LATER = "what comes later"
+RESTING_S = (2.0, 600.0)  # least and most, before a role that serves on demand can be started again
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +55,67 @@ class _Exited:
     code: int
 
 
-class Supervisor:
-    """The running roles. `on_tick` is called twice a second from the loop (it sweeps the arena)."""
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Somebody has connected to the role's socket."""
 
-    def __init__(self, run_id: str, janitor: Janitor, on_tick: Callable[[], object]) -> None:
-        self._run_id, self._janitor, self._on_tick = run_id, janitor, on_tick
-        self._events: asyncio.Queue[_Exited | signal.Signals | None] = asyncio.Queue()
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is different on a node of a run over several.
+
+    Attributes:
+        spare: whether the others go on when this role has died for good; when no other spare one is left, all end.
+        told: the run ends when `on_tick` says so, not when roles finish.
+        ending: is told the outcome before anything is ended; flush_s: how long the trainer then may go on while
+            `flushing(role that failed)`, so that a checkpoint is whole.
+    """
+
+    spare: Callable[[Role], bool] = lambda _: False
+    told: bool = False
+    ending: Callable[[Outcome], object] = lambda _: None
+    flush_s: float = 0.0
+    flushing: Callable[[str], bool] = lambda _: False
+
+
+_Event = _Exited | _Wanted | signal.Signals | Sequence[Role] | ShmrlError | None
+
+
+class Supervisor:
+    """The running roles. `on_tick` is called twice a second from the loop: it sweeps the arena, and may end the run."""
+
+    def __init__(
+        self, run_id: str, janitor: Janitor, on_tick: Callable[[], Outcome | None], rules: Rules | None = None
+    ) -> None:
+        self._run_id, self._janitor, self._on_tick, self._rules = run_id, janitor, on_tick, rules or Rules()
+        self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._running: dict[str, asyncio.subprocess.Process] = {}
+        self._started: dict[str, Role] = {}
+        self._culprit = ""  # the role that ended the run
         self._roots: list[tuple[int, float]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._restarted: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()  # of roles on demand, in a row
         self._interrupts = 0
         self._finished = 0.0  # when a final role last finished, or we last said who has not
 
-    async def run(self, first: Role | None, roles: Sequence[Role]) -> Outcome:
-        """`first` to its end (it makes what the others read), then all roles until the run ends, then nothing."""
+    def drain(self) -> None:
+        """As the first Ctrl-C; once."""
+        if not self._interrupts:
+            self._signalled(signal.SIGINT)
+
+    async def run(
+        self,
+        first: Role | None,
+        roles: Sequence[Role],
+        later: Callable[[], Awaitable[Sequence[Role]]] | None = None,
+    ) -> Outcome:
+        """`first` to its end (it makes what the others read), then all roles until the run ends, then nothing.
+
+        later: gives more roles as soon as what they need is there; the run ends with its ShmrlError.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -77,7 +126,12 @@ class Supervisor:
                 outcome = await self._watch([first])
                 if outcome.code:
                     return outcome
-            return await self._watch(roles)
+            if later is not None:
+                self._tasks.append(asyncio.create_task(self._await_more(later)))
+            outcome = await self._watch(roles, {_LATER} if later is not None or self._rules.told else set())
+            self._rules.ending(outcome)
+            await self._flush(outcome)
+            return outcome
         finally:
             await self._teardown()
             for task in self._tasks:
@@ -87,7 +141,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------ start
 
     async def _start(self, role: Role) -> None:
-        with role.log.open("ab") as output:
+        with role.log.open("ab") as output, _held_back(signal.SIGINT, role.drains):
             process = await asyncio.create_subprocess_exec(
                 *role.command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -95,8 +149,9 @@ class Supervisor:
                 stderr=output,
                 env=child_environment(self._run_id, role.name),
                 start_new_session=True,
+                pass_fds=() if role.socket is None else (role.socket.fileno(),),
             )
-        self._running[role.name] = process
+        self._running[role.name], self._started[role.name] = process, role
         with contextlib.suppress(psutil.Error):  # it may have ended already
             root = (process.pid, psutil.Process(process.pid).create_time())
             self._roots.append(root)
@@ -107,6 +162,34 @@ class Supervisor:
     async def _await_exit(self, role: Role, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         self._events.put_nowait(_Exited(role, code))
+
+    async def _await_more(self, later: Callable[[], Awaitable[Sequence[Role]]]) -> None:
+        try:
+            self._events.put_nowait(await later())
+        except ShmrlError as error:
+            self._events.put_nowait(error)
+        except Exception as error:  # nobody awaits this task
+            log.exception("what the other roles need was not found")
+            self._events.put_nowait(RunError(told(error)))
+
+    def _offer(self, role: Role) -> None:
+        """Start the role when somebody next connects to its socket."""
+        assert role.socket is not None
+        loop, descriptor = asyncio.get_running_loop(), role.socket.fileno()
+
+        def connected() -> None:
+            loop.remove_reader(descriptor)
+            self._events.put_nowait(_Wanted(role))
+
+        loop.add_reader(descriptor, connected)
+
+    def _rest(self, role: Role, code: int) -> None:
+        """Offer it again a little later; the more often in a row it failed, the later."""
+        self._failed[role.name] = self._failed[role.name] + 1 if code else 0
+        if code:
+            log.warning("%s exited with code %d%s; the run goes on (%s)", role.name, code, _how(code), role.log)
+        least, most = RESTING_S
+        asyncio.get_running_loop().call_later(min(most, least * 2 ** self._failed[role.name]), self._offer, role)
 
     async def _clock(self) -> None:
         while True:
@@ -119,21 +202,35 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------------ watch
 
-    async def _watch(self, roles: Sequence[Role]) -> Outcome:
-        """Start these roles and take events until the run is over. Without final roles, every role is awaited."""
-        awaited = {role.name for role in roles if role.final} or {role.name for role in roles}
+    async def _watch(self, roles: Sequence[Role], more: Set[str] = frozenset()) -> Outcome:
+        """Start these roles and take events until the run is over. Without final roles, every role is awaited. more:
+        what is awaited beside them."""
+        awaited = {role.name for role in roles if role.final} or ({*more} or {role.name for role in roles})
         self._finished = 0.0
         for role in roles:
-            await self._start(role)
+            if role.socket is None:
+                await self._start(role)
+            else:
+                self._offer(role)
         while awaited:
             event = await self._events.get()
             self._remind(awaited)
+            outcome: Outcome | None = None
             if event is None:
                 outcome = self._tick()
+            elif isinstance(event, _Wanted):
+                await self._start(event.role)
             elif isinstance(event, _Exited):
                 outcome = await self._exited(event, awaited)
-            else:
+            elif isinstance(event, ShmrlError):
+                outcome = Outcome(1, "failed", str(event))
+            elif isinstance(event, signal.Signals):
                 outcome = self._interrupted(event, roles)
+            else:
+                roles = [*roles, *event]
+                awaited = awaited - {_LATER} | {role.name for role in event if role.final}
+                for role in event:
+                    await self._start(role)
             if outcome is not None:
                 return outcome
         if self._interrupts:
@@ -148,9 +245,9 @@ class Supervisor:
             log.warning("still waiting for %s", ", ".join(sorted(awaited)))
 
     def _tick(self) -> Outcome | None:
-        self._on_tick()
+        outcome = self._on_tick()
         if self._janitor.alive():
-            return None
+            return outcome
         return Outcome(
             1, "failed", f"the janitor (pid {self._janitor.pid}) died; without it the run cannot be cleaned up"
         )
@@ -158,6 +255,9 @@ class Supervisor:
     async def _exited(self, event: _Exited, awaited: set[str]) -> Outcome | None:
         role, code = event.role, event.code
         del self._running[role.name]
+        if role.socket is not None:
+            self._rest(role, code)
+            return None
         accepted = (0, 130) if self._interrupts and role.drains else (0,)
         if role.name in awaited and code in accepted:
             awaited.discard(role.name)
@@ -169,7 +269,17 @@ class Supervisor:
         if self._restarted[role.name] < role.restarts and not self._interrupts:
             await self._restart(event)
             return None
+        if self._rules.spare(role):
+            return self._without(event)
         return await self._cause(event)
+
+    def _without(self, event: _Exited) -> Outcome | None:
+        """Go on without a role, while there is another one that can do without it."""
+        outcome = failure(event.role, event.code)
+        if any(self._rules.spare(role) for role in self._started.values() if role.name in self._running):
+            log.warning("%s is gone for good; the others go on", event.role.name)
+            return None
+        return outcome
 
     async def _restart(self, event: _Exited) -> None:
         """Start a role again in place, once none of its processes is left, whatever session it is in: it could hold
@@ -184,7 +294,7 @@ class Supervisor:
     async def _cause(self, event: _Exited) -> Outcome:
         """The failure to report. The role that drains talks to all others and fails when one of them dies, which may be
         seen later (torch's launcher first stops its other ranks): a failure that follows shortly is the cause."""
-        outcome = failure(event.role, event.code)
+        outcome, self._culprit = failure(event.role, event.code), event.role.name
         if event.role.drains:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CAUSE_S):
@@ -209,6 +319,16 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------------- teardown
 
+    async def _flush(self, outcome: Outcome) -> None:
+        """Let the trainer write what it is writing, for as long as the rules grant."""
+        deadline = time.monotonic() + self._rules.flush_s
+        if outcome.code == 1 and TRAINER in self._running and self._rules.flushing(self._culprit):
+            log.warning("a checkpoint may be written: the trainer has %g s", self._rules.flush_s)
+            while self._running[TRAINER].returncode is None and time.monotonic() < deadline:
+                if not self._rules.flushing(self._culprit):
+                    break
+                await asyncio.sleep(0.1)
+
     async def _teardown(self) -> None:
         """Terminate, wait up to five seconds (a further signal cuts that short), kill, wait."""
         for process in self._running.values():
@@ -224,6 +344,20 @@ class Supervisor:
     async def _kill(self, found: Callable[[], set[psutil.Process]]) -> None:
         for survivor in await asyncio.to_thread(kill_all, found, KILL_TIMEOUT_S):
             log.error("%s survived SIGKILL", survivor)
+
+
+@contextlib.contextmanager
+def _held_back(number: signal.Signals, held: bool) -> Iterator[None]:
+    """Processes started meanwhile get this signal when they unblock it: a Python that is interrupted while it loads
+    prints a traceback, or drops the signal."""
+    if not held:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def failure(role: Role, code: int) -> Outcome:

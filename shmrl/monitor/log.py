@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 from shmrl.config.tables import Log
+from shmrl.errors import ConfigError
+from shmrl.monitor.progress import CLEAR_LINE, redraws
 
 _TEXT = "%(asctime)s %(levelname).1s %(role)s %(name)s: %(message)s"
 TAIL_LINES = 20
@@ -24,21 +26,27 @@ _QUIET = ("aiohttp.access", "asyncio", "httpx", "urllib3", "filelock")
 
 
 def setup(role: str, log: Log) -> None:
-    """Send this process's log to stderr under `role`. `SHMRL_LOG_LEVEL` wins over the file's level."""
+    """Send this process's log to stderr under `role`, and to the file that `log` names. `SHMRL_LOG_LEVEL` wins over the
+    configured level. ConfigError if the file cannot be written."""
     level = os.environ.get("SHMRL_LOG_LEVEL", log.level).upper()
     if sys.stderr.isatty() and not log.json_lines:
         handler = _rich_handler(role)
     else:
         handler = _plain(logging.StreamHandler(), role, log)
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    handlers = [handler] if log.file is None else [handler, to_file(log.file, role, log)]
+    logging.basicConfig(level=level, handlers=handlers, force=True)
     logging.captureWarnings(True)
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+    logging.getLogger("aiohttp.server").addFilter(_in_a_line)
 
 
 def to_file(path: Path, role: str, log: Log) -> logging.Handler:
     """A handler that appends this process's log to a file too; the caller adds it to the root logger and closes it."""
-    return _plain(logging.FileHandler(path), role, log)
+    try:
+        return _plain(logging.FileHandler(path), role, log)
+    except OSError as error:
+        raise ConfigError(f"log.file = {str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def _plain(handler: logging.Handler, role: str, log: Log) -> logging.Handler:
@@ -57,6 +65,16 @@ class _Role(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.role = self.role
         return True
+
+
+def _in_a_line(record: logging.LogRecord) -> bool:
+    """What a client did wrong, or that it left, is a line: nobody is to fill a server's log with tracebacks."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, ConnectionError) or type(error).__module__ == "aiohttp.http_exceptions":
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg, record.args = "%s: %s", (record.getMessage(), " ".join(f"{type(error).__name__}: {error}".split()))
+        record.exc_info = record.exc_text = None
+    return True
 
 
 class JsonFormatter(logging.Formatter):
@@ -80,7 +98,15 @@ def _rich_handler(role: str) -> logging.Handler:
     from rich.console import Console
     from rich.logging import RichHandler
 
-    handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
+    class Over(RichHandler):
+        """Begins with a clear line: the orchestrator may have drawn what it waits for there (`progress.py`)."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if redraws(sys.stderr):
+                sys.stderr.write(CLEAR_LINE)
+            super().emit(record)
+
+    handler = Over(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S", markup=False)
     handler.setFormatter(logging.Formatter(f"{role}: %(message)s"))
     return handler
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LAG_TICK_S = 0.01
-LAG_WINDOW = 6000  # a minute of ticks
+LAG_WINDOW_S = 60.0
 
 
 class MetricsFile:
@@ -26,7 +26,7 @@ class MetricsFile:
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if line["step"] <= resume_step] if resume_step is not None else []
+        kept = [line for line in lines(path) if line["step"] <= resume_step] if resume_step is not None else []
         partial = path.with_suffix(".jsonl.part")
         partial.write_text("".join(_encoded(line) for line in kept))
         os.replace(partial, path)
@@ -40,10 +40,10 @@ class MetricsFile:
 
 def last_step(path: Path) -> int | None:
     """The step of the last line; None where there is none."""
-    return max((line["step"] for line in _lines(path)), default=None)
+    return max((line["step"] for line in lines(path)), default=None)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[dict[str, Any]]:
     """The file's lines up to the first that is none of ours; a torn last one (the writer was killed) is left out."""
     if not path.exists():
         return []
@@ -76,20 +76,27 @@ def rss_bytes() -> tuple[int, int]:
 
 
 class LoopLag:
-    """How late the event loop wakes a task that asked for 10 ms: the 99th percentile since the last look."""
+    """How late the event loop wakes a task that asked for `tick_s`, over the last minute."""
 
-    def __init__(self) -> None:
-        self._late: deque[float] = deque(maxlen=LAG_WINDOW)
+    def __init__(self, tick_s: float = LAG_TICK_S) -> None:
+        self._tick_s = tick_s
+        self._late: deque[float] = deque(maxlen=int(LAG_WINDOW_S / tick_s))
 
     async def run(self) -> None:
         """Measure until cancelled."""
         while True:
             asked = time.monotonic()
-            await asyncio.sleep(LAG_TICK_S)
-            self._late.append(time.monotonic() - asked - LAG_TICK_S)
+            await asyncio.sleep(self._tick_s)
+            self._late.append(time.monotonic() - asked - self._tick_s)
+
+    def quantiles_ms(self) -> dict[str, float]:
+        """p50, p99 and max of the last minute, in milliseconds. Example: {"p50": 0.1, "p99": 1.2, "max": 4.0}"""
+        late = sorted(self._late) or [0.0]
+        at = {"p50": len(late) // 2, "p99": int(len(late) * 0.99), "max": len(late) - 1}
+        return {name: round(1000.0 * late[index], 3) for name, index in at.items()}
 
     def take_p99_ms(self) -> float:
-        """The percentile in milliseconds; starts a new window."""
-        late = sorted(self._late)
+        """The 99th percentile in milliseconds since the last call, of a minute at most; starts a new window."""
+        found = self.quantiles_ms()["p99"]
         self._late.clear()
-        return 1000.0 * late[min(len(late) - 1, int(len(late) * 0.99))] if late else 0.0
+        return found

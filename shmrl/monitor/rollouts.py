@@ -1,7 +1,7 @@
-"""rollouts/step_N.jsonl: a few of each step's episodes with their text, for people to read.
+"""rollouts/step_N.jsonl: a few of each step's episodes with their text and per-token facts, for people to read.
 
-Called by the orchestrator before it ships a step, while it holds the blocks. The text is the `text` column of the
-episode's block: it never travelled through the orchestrator before.
+Called by the orchestrator before it ships a step, while it holds the blocks. Text and arrays are columns of the
+episode's block: they never travelled through the orchestrator before. `payload.shown` reads them, where they are.
 """
 
 from __future__ import annotations
@@ -9,26 +9,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shmrl.errors import LostPayload
-from shmrl.payload import read_text
 from shmrl.types import EpisodeResult, Sample
-
-if TYPE_CHECKING:
-    from shmrl.arena import Arena
 
 
 def write_rollouts(
-    directory: Path, step: int, arena: Arena, episodes: Iterable[tuple[str, EpisodeResult, float, Sample]]
+    directory: Path, step: int, episodes: Iterable[tuple[str, EpisodeResult, float, Sample, dict[str, Any]]]
 ) -> None:
-    """Write (source, result, advantage, sample) rows as `step_<step>.jsonl`, replacing an earlier attempt's file."""
+    """Write (source, result, advantage, sample, what is `shown` of it) rows as `step_<step>.jsonl`, replacing an
+    earlier attempt's file."""
     directory.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(_line(arena, *episode)) for episode in episodes]
-    (directory / f"step_{step}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    partial = directory / f".step_{step}.jsonl"
+    with partial.open("w") as file:
+        for source, result, advantage, sample, shown in episodes:
+            file.write(json.dumps(_line(source, result, advantage, sample) | shown) + "\n")
+    partial.replace(directory / f"step_{step}.jsonl")
 
 
-def _line(arena: Arena, source: str, result: EpisodeResult, advantage: float, sample: Sample) -> dict[str, Any]:
+def _line(source: str, result: EpisodeResult, advantage: float, sample: Sample) -> dict[str, Any]:
     return {
         "source": source,
         "task_id": result.task_id,
@@ -41,13 +40,4 @@ def _line(arena: Arena, source: str, result: EpisodeResult, advantage: float, sa
         "sampled_tokens": sample.S,
         "version_start": result.version_start,
         "version_end": result.version_end,
-        "messages": _messages(arena, sample),
     }
-
-
-def _messages(arena: Arena, sample: Sample) -> list[dict[str, Any]] | None:
-    """None without text, and where the block is lost: what becomes of it is for the trainer's ranks to agree on."""
-    try:
-        return read_text(arena, sample)
-    except LostPayload:
-        return None

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from shmrl.arena import Arena
-from shmrl.config.tables import ArenaConfig, NodeConfig
+from shmrl.config.host import ArenaConfig, NodeConfig
 from shmrl.errors import RunError
 from shmrl.node.client import Client
 from shmrl.node.copies import Copies, RemoteCopies
@@ -40,17 +40,21 @@ class StepBlocks:
     def here(self, micro_batches: Sequence[MicroBatch], nodes: Mapping[str, str]) -> list[MicroBatch]:
         """The same micro batches, with handles that this rank can read; blocks of other nodes are fetched at once.
 
-        nodes: the url of each node's server by `Handle.origin`. A block that cannot be had keeps its handle, of which
-        `assemble` says that it is lost. RunError where arena.transport = "required" forbids it, or nothing serves it.
+        nodes: the url of each node's server by `Handle.origin`, "" of one that is lost: nobody waits for it. A block
+        that cannot be had keeps its handle, of which `assemble` says that it is lost. RunError where arena.transport =
+        "required" forbids it, or nothing serves it.
         """
         foreign = self._foreign(micro_batches)
         if not foreign:
             return list(micro_batches)
-        self._nodes |= nodes
-        for origin in {handle.origin for handle in foreign} - self._seen:
+        self._nodes |= {origin: url for origin, url in nodes.items() if url}
+        lost = {origin for origin, url in nodes.items() if not url}
+        for origin in {handle.origin for handle in foreign} - lost - self._seen:
             self._meet(origin)
         found: dict[Handle, Handle] = {}
-        missing = foreign
+        missing = [handle for handle in foreign if handle.origin not in lost]
+        if len(missing) < len(foreign):
+            log.error("%d blocks are not fetched: their nodes are lost", len(foreign) - len(missing))
         while missing:
             outcomes = self._source().want(missing, self._nodes, self._reader, WAIT_S)
             for handle, outcome in outcomes.items():
@@ -84,7 +88,10 @@ class StepBlocks:
         if self._copies is None:
             assert self._token is not None
             client = Client(self._token, ca=self._node.ca)
-            self._copies = RemoteCopies(client, self._node.url) if self._node.url else Copies(self._arena, client)
+            if self._node.url:
+                self._copies = RemoteCopies(client, self._node.url)
+            else:
+                self._copies = Copies(self._arena, client, whose=str(self._reader))
         return self._copies
 
     def done(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -93,7 +100,7 @@ class StepBlocks:
         foreign = self._foreign(micro_batches)
         handles = {handle for micro_batch in micro_batches for handle in micro_batch.handles}
         self._arena.done(list(handles.difference(foreign)), reader=self._reader)
-        for origin in {handle.origin for handle in foreign}:
+        for origin in {handle.origin for handle in foreign}.intersection(self._nodes):
             theirs = [handle for handle in foreign if handle.origin == origin]
             self._telling[origin].submit(self._tell, theirs)
 

@@ -1,9 +1,10 @@
 """Calls to node servers: connections that are kept, the token, and what is tried again.
 
 Used by ranks, node servers and embedders. Two classes of failure. What may pass (no connection, a broken one, nothing
-received for STALL_S, 408, 425, 429 and 5xx) is tried again until `patience_s` have gone without progress. What will
-not (another 4xx, a certificate that does not verify) is raised at once. Sockets are opened to the host of the URL:
-HTTP_PROXY and its like are not looked at.
+received for STALL_S, 408, 425, 429 and 5xx) is tried again until `patience_s` have gone without progress; all calls to
+one server wait for it together, so that the last of a thousand gives up when the first one does. What will not (another
+4xx, a certificate that does not verify) is raised at once. Sockets are opened to the host of the URL: HTTP_PROXY and
+its like are not looked at.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -28,6 +28,7 @@ from shmrl.node.http import MAX_BODY, STATUS, BadMessage, Head, Stream, message,
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+PATIENCE_S = 60.0  # without progress: as long as a server that died may take to be started again
 STALL_S = 20.0
 CONNECT_S = 5.0
 LONGEST_PAUSE_S = 2.0
@@ -103,17 +104,18 @@ class Connection:
 class Client:
     """Calls node servers of one run with its `token`. ca: a file of certificates that https servers are checked by.
 
-    patience_s: how long attempts go on without any progress. Threads may share it. ConfigError: no header can carry the
-    token.
+    patience_s: how long attempts go on without any progress (PATIENCE_S). Threads may share it. ConfigError: no header
+    can carry the token.
     """
 
-    def __init__(self, token: str, *, ca: Path | None = None, patience_s: float = 60.0) -> None:
+    def __init__(self, token: str, *, ca: Path | None = None, patience_s: float | None = None) -> None:
         if not (token.isascii() and token.isprintable()):
             raise ConfigError("the token has characters that a header cannot carry: printable ASCII is expected")
-        self._token, self.patience_s = token, patience_s
+        self._token, self.patience_s = token, PATIENCE_S if patience_s is None else patience_s
         self._tls = None if ca is None else ssl.create_default_context(cafile=str(ca))
         self._idle: defaultdict[str, list[Connection]] = defaultdict(list)
         self._busy: set[Connection] = set()
+        self._silent: dict[str, float] = {}  # servers that were not reached, since when
         self._changing = threading.Lock()
         self._closing = threading.Event()
 
@@ -139,6 +141,7 @@ class Client:
         """
         moved, since, tries = progress(), time.monotonic(), 0
         while True:
+            began = time.monotonic()
             try:
                 return self._once(url, attempt)
             except ssl.SSLCertVerificationError as error:
@@ -148,18 +151,32 @@ class Client:
             except (OSError, BadMessage, Passing) as error:
                 if progress() != moved:
                     moved, since, tries = progress(), time.monotonic(), 0
+                    self._silent.pop(url, None)
+                if isinstance(error, OSError):
+                    since = min(since, self._silent.setdefault(url, began))
                 waited, tries = time.monotonic() - since, tries + 1
                 if waited > self.patience_s or self._closing.is_set():
+                    self._forget(url)
                     what = f"{url}: given up after {tries} attempts in {waited:.1f} s"
                     raise NodeError(f"{what}: {type(error).__name__}: {error}") from error
                 log.log(logging.WARNING if tries == 3 else logging.DEBUG, "%s, attempt %d: %s", url, tries, error)
-            if tries > 1:  # the first failure may be of a connection that was kept too long
-                self._closing.wait(min(LONGEST_PAUSE_S, 0.05 * 2 ** min(tries, 9)) * random.uniform(0.5, 1))
+            self._closing.wait(min(LONGEST_PAUSE_S, 0.025 * 2 ** min(tries, 10)) * random.uniform(0.5, 1))
 
     def _once(self, url: str, attempt: Callable[[Connection], T]) -> T:
+        """One attempt, and at once another where the first was over a connection that was kept and is dead: that says
+        nothing about the server."""
         with self._changing:
             kept = self._idle[url].pop() if self._idle[url] else None
-        connection = kept or Connection(url, self._token, self._tls)
+        if kept is not None:
+            try:
+                return self._over(kept, url, attempt)
+            except ConnectionError:
+                if self._closing.is_set():
+                    raise
+                self._forget(url)
+        return self._over(Connection(url, self._token, self._tls), url, attempt)
+
+    def _over(self, connection: Connection, url: str, attempt: Callable[[Connection], T]) -> T:
         with self._changing:
             self._busy.add(connection)
         whole = False
@@ -168,6 +185,7 @@ class Client:
                 raise ConnectionAbortedError("closed")
             result = attempt(connection)
             whole = True
+            self._silent.pop(url, None)
             return result
         finally:
             with self._changing:
@@ -176,6 +194,12 @@ class Client:
                     self._idle[url].append(connection)
                 else:
                     connection.stream.close()
+
+    def _forget(self, url: str) -> None:
+        """Connections that were kept are of a server that is gone: who asks it again begins with a new one."""
+        with self._changing:
+            for connection in self._idle.pop(url, ()):
+                connection.stream.close()
 
     def close(self) -> None:
         """Breaks off what is under way and drops kept connections. Idempotent."""
@@ -190,7 +214,5 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

@@ -1,8 +1,8 @@
 """Blocks of other nodes in this node's arena: each fetched once for all ranks, and freed when all of them are done.
 
 Lives in the node server, which several ranks ask; a rank of a node without one has its own. The fetching is done here
-and not in the rank that came first, so a rank that is killed breaks off nothing. Which copies there are is also
-written into the arena, as their tags: a server that is started again adopts them and goes on.
+and not in the rank that came first, so a rank that is killed breaks off nothing. Which copies there are, and whose, is
+also written into the arena, as their tags: whoever is started again takes over those of its own that it is asked for.
 """
 
 from __future__ import annotations
@@ -42,28 +42,35 @@ class _Copy:
 
 
 class Copies:
-    """Fetches into `arena` over `client`. Threads may share it."""
+    """Fetches into `arena` over `client`, for all ranks of the node or for `whose` alone. Threads may share it."""
 
-    def __init__(self, arena: Arena, client: Client, parallel: int = PARALLEL) -> None:
-        self._arena, self._client = arena, client
+    def __init__(self, arena: Arena, client: Client, parallel: int = PARALLEL, whose: str = "") -> None:
+        self._arena, self._client, self._whose = arena, client, whose
         self._pool = ThreadPoolExecutor(parallel, "shmrl-fetch")
         self._changing = threading.Lock()
         self._closing = False
         self._counters: Counter[str] = Counter(fetched=0, fetched_bytes=0, joined=0, lost=0)
-        self._copies = self._found()
+        self._copies: dict[Handle, _Copy] = {}
+        self._left = self._found()
 
-    def _found(self) -> dict[Handle, _Copy]:
-        """Copies that an earlier process made here, adopted."""
-        found: dict[Handle, _Copy] = {}
+    def _found(self) -> dict[Handle, Handle]:
+        """Copies that a process which is gone made here for the same readers. One that nobody asks for stays an orphan,
+        and expires: nobody would ever be done with it."""
+        found: dict[Handle, Handle] = {}
         for row in self._arena.ls():
-            if (original := original_of(row["tag"])) is None or row["state"] != "ready":
-                continue
-            here = Handle.parse(row["handle"])
+            original = original_of(row["tag"], self._whose)
+            if original is not None and row["state"] == "ready" and "orphan" in row["flags"]:
+                found[original] = Handle.parse(row["handle"])
+        return found
+
+    def _known(self, handle: Handle) -> _Copy | None:
+        """The block's copy; one that was left here is taken over."""
+        if (here := self._left.pop(handle, None)) is not None:
             with suppress(ArenaError):  # freed meanwhile
                 self._arena.adopt([here])
-                found[original] = _Copy(Future())
-                found[original].here.set_result(here)
-        return found
+                self._copies[handle] = _Copy(Future())
+                self._copies[handle].here.set_result(here)
+        return self._copies.get(handle)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -86,7 +93,7 @@ class Copies:
         with self._changing:
             if self._closing:
                 raise NodeError(STOPPING)
-            copy = self._copies.get(handle)
+            copy = self._known(handle)
             if copy is None or not self._usable(copy):
                 url = url_of(handle, nodes)
                 copy = self._copies[handle] = _Copy(self._pool.submit(self._fetch, handle, url))
@@ -112,7 +119,7 @@ class Copies:
         if self._closing:
             raise NodeError(STOPPING)
         try:
-            here = fetch_one(self._arena, self._client, handle, url)
+            here = fetch_one(self._arena, self._client, handle, url, self._whose)
         except ShmrlError as error:
             log.warning("%s", error)
             self._count(lost=1)
@@ -145,7 +152,7 @@ class Copies:
     def _over(self, handle: Handle, reader: int) -> _Copy | None:
         """The copy, if this was its last reader; it is forgotten then."""
         with self._changing:
-            if (copy := self._copies.get(handle)) is None:
+            if (copy := self._known(handle)) is None:
                 return None
             copy.done.add(reader)
             if not copy.here.done() or not copy.readers <= copy.done:

@@ -42,14 +42,21 @@ _TOKEN = re.compile(r"[0-9a-f]{32}")
 _SOCKET_PATH_LIMIT = 107  # sun_path of a unix socket, without its final zero
 
 
-def require_torch() -> None:
-    """ConfigError unless what the engine and the trainer run on is installed; imports none of it."""
+def without_torch() -> list[str]:
+    """What is wrong where what the engine and the trainer run on is not installed; imports none of it."""
     missing = [name for name in _TRAIN if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)}: not installed; the engine and the trainer need the extra 'train' "
-            "(pip install -c constraints.txt -e '.[train]')"
-        )
+    if not missing:
+        return []
+    return [
+        f"{', '.join(missing)}: not installed; the engine and the trainer need the extra 'train' "
+        "(pip install -c constraints.txt -e '.[train]')"
+    ]
+
+
+def require_torch() -> None:
+    """ConfigError unless it is installed."""
+    if missing := without_torch():
+        raise ConfigError(missing)
 
 
 def require_arena(arena: ArenaConfig) -> str:
@@ -93,6 +100,11 @@ def available_memory(arena: ArenaConfig) -> int:
 def capacity_bytes(arena: ArenaConfig) -> int:
     """The arena's capacity: as configured, else half of what is available."""
     return available_memory(arena) // 2 if arena.capacity is None else parse_bytes(arena.capacity)
+
+
+def run_id_of(tree: RunTree) -> str:
+    """A new one, by which operators know whose arena it is. Example: "reverse-text-1f0c5e92d3b4a687" """
+    return f"{tree.run.name[:40]}-{secrets.token_hex(8)}"
 
 
 def create_arena(arena: ArenaConfig, run_id: str) -> Arena:
@@ -169,10 +181,13 @@ def _private(directory: Path) -> None:
 
 
 @contextmanager
-def hosted(tree: RunTree, directory: Path, run_id: str) -> Iterator[tuple[Arena, RunTree]]:
-    """The run's arena and token, and the tree that names both; the arena is unlinked at the end."""
+def hosted(tree: RunTree, directory: Path, run_id: str, token: str | None = None) -> Iterator[tuple[Arena, RunTree]]:
+    """The run's arena and token, and the tree that names both; the arena is unlinked at the end.
+
+    token: the one that all nodes of a run have.
+    """
     token_file = directory / "token"
-    _write_token(token_file)
+    _write_token(token_file, token or os.environ.get("SHMRL_TOKEN") or secrets.token_hex(16))
     arena = create_arena(tree.arena, run_id)
     try:
         named = tree.arena.model_copy(update={"address": arena.address, "token_file": token_file})
@@ -182,9 +197,8 @@ def hosted(tree: RunTree, directory: Path, run_id: str) -> Iterator[tuple[Arena,
         arena.close()
 
 
-def _write_token(path: Path) -> None:
+def _write_token(path: Path, token: str) -> None:
     """32 hexadecimal digits, readable by us alone; SHMRL_TOKEN when it is set, so that several hosts can agree."""
-    token = os.environ.get("SHMRL_TOKEN") or secrets.token_hex(16)
     if not _TOKEN.fullmatch(token):
         raise ConfigError("SHMRL_TOKEN must be 32 lower-case hexadecimal digits")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -227,7 +241,7 @@ def main(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
         signal.signal(number, on_signal)
     with exclusive(tree) as directory:
         rundir = open_run_dir(tree.run.output_dir, resume=resume, clean=clean)
-        with hosted(tree, directory, secrets.token_hex(16)) as (arena, named):
+        with hosted(tree, directory, run_id_of(tree)) as (arena, named):
             override = rundir.root / "node.toml"
             rundir.write_configs(named)
             beside = _Server(named, rundir)

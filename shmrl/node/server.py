@@ -19,10 +19,9 @@ import socket
 import ssl
 import threading
 from http import HTTPStatus
-from types import TracebackType
 from typing import Self
 
-from shmrl.arena import Arena
+from shmrl.arena import Arena, moving
 from shmrl.config import NodeConfig, RunTree
 from shmrl.errors import ConfigError, RunError
 from shmrl.node.client import Client
@@ -30,6 +29,7 @@ from shmrl.node.copies import Copies
 from shmrl.node.host import read_token, require_arena
 from shmrl.node.http import MAX_BODY, BadMessage, Head, Stream, message
 from shmrl.node.ports import port_in_use
+from shmrl.node.published import Addresses
 from shmrl.node.service import Reply, Service
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,7 @@ class NodeServer:
         self._copies = Copies(arena, client or Client(token))
         self.service = Service(arena, self._copies)
         self._expected = f"Bearer {token}".encode()
-        self._data = arena._files.open("data", write=False)
-        self._spilled = arena._spill_dir()
+        self._files = moving.DataFiles(arena)
         self._tls = tls
         self._threads: dict[threading.Thread, Stream | None] = {}
         self._changing = threading.Lock()
@@ -80,7 +79,7 @@ class NodeServer:
         try:
             return socket.create_server((host, int(port)), family=family, backlog=128)
         except OSError as error:
-            os.close(self._data)
+            self._files.close()
             self._copies.close()
             if error.errno == errno.EADDRINUSE:
                 raise port_in_use(int(port), "the node server") from None
@@ -106,14 +105,12 @@ class NodeServer:
             if stream is not None:
                 stream.shutdown()
             thread.join()
-        os.close(self._data)
+        self._files.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     # ---------------------------------------------------------------------------------------------------- connections
@@ -222,17 +219,15 @@ class NodeServer:
     def _send_block(self, stream: Stream, reply: Reply) -> None:
         view = reply.view
         assert view is not None
-        in_file, offset = view._place()
         if stream.copies or not reply.fields["Shmrl-Checked"]:
             with memoryview(view) as payload, payload[reply.start : reply.stop] as part:
                 stream.send(part)
-        elif not in_file:
-            stream.send_file(self._data, offset + reply.start, reply.nbytes)
-        else:
-            fd = os.open(f"{self._spilled}/{view.handle.slot}-{view.handle.generation}", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                stream.send_file(fd, offset + reply.start, reply.nbytes)
-            finally:
+            return
+        fd, offset, ours = self._files.opened(view)
+        try:
+            stream.send_file(fd, offset + reply.start, reply.nbytes)
+        finally:
+            if ours:
                 os.close(fd)
 
 
@@ -256,9 +251,15 @@ def run(tree: RunTree) -> int:
         signal.signal(number, on_signal)
     parent = os.getppid()
     tls, client = context(tree.node), Client(token, ca=tree.node.ca)
-    with Arena.attach(address) as arena, NodeServer(arena, token, where, tls=tls, client=client):
+    published = None if tree.job is None else Addresses(tree.job)
+    if published is not None:
+        where = f"{where.rpartition(':')[0]}:{published.port('node', 'node')}"
+    with Arena.attach(address) as arena, NodeServer(arena, token, where, tls=tls, client=client) as server:
+        if published is not None:
+            published.publish("node", "node", server.url, origin=arena.origin)
         while not stop.wait(WATCH_S) and os.getppid() == parent:
             pass
+        log.info("what it did: %s", ", ".join(f"{name} {count:,}" for name, count in server.counters.items()))
     return 128 + received[0] if received else 0
 
 

@@ -6,10 +6,11 @@
     POST       /v1/blocks/{adopt,ship,done,free,discard}   the arena's own verbs, their arguments as a msgpack map
     POST       /v1/fetch                         {handles, nodes, reader, wait_s} -> {here, lost}: see `Copies.want`
     POST       /v1/done                          {handles, nodes, reader}: of blocks that were fetched
+    POST       /v1/owner/{apply,look,find,read}  for the run's orchestrator on another node: see `holdings`
     GET        /v1/counters                      what this server did so far
 
 Both answers for a block carry Shmrl-Crc32c (of its descriptor) and Shmrl-Checked (0: sealed without checksums). What
-is adopted belongs to this process, which frees nothing by itself. Nothing lists blocks.
+is adopted belongs to this process, which frees nothing by itself. Nothing is listed but what a tag asks for.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from shmrl import wire
-from shmrl.arena import Arena, View
-from shmrl.errors import ForeignArena, ProtocolError, ShmrlError, StaleHandle
+from shmrl.arena import Arena, View, moving
+from shmrl.errors import ForeignArena, ProtocolError, ShmrlError, StaleHandle, told
 from shmrl.node.copies import Copies
+from shmrl.node.holdings import Holdings
 from shmrl.node.http import STATUS, BadMessage, byte_range
 from shmrl.types import Handle
 
@@ -59,6 +61,13 @@ class Service:
             "free": arena.free,
             "discard": arena.discard,
         }
+        holdings = Holdings(arena)
+        self._owner: dict[str, Callable[..., Any]] = {
+            "apply": holdings.apply,
+            "look": holdings.look,
+            "find": holdings.find,
+            "read": holdings.read,
+        }
 
     def count(self, what: str, n: int = 1) -> None:
         with self._counting:
@@ -77,7 +86,7 @@ class Service:
         try:
             return self._route(method, path.split("/")[1:], query, fields, body)
         except (ProtocolError, ValueError, TypeError, KeyError, OverflowError) as error:
-            return Reply(400, f"{type(error).__name__}: {error}".encode())
+            return Reply(400, told(error).encode())
         except ShmrlError as error:
             return self._failed(error)
 
@@ -85,7 +94,7 @@ class Service:
         """What the asker did wrong by name; what is our own trouble as one that may pass."""
         known = next((kind for kind in STATUS if isinstance(error, kind)), None)
         if known is None:
-            return Reply(503, f"{type(error).__name__}: {error}".encode())
+            return Reply(503, told(error).encode())
         return Reply(STATUS[known], str(error).encode(), {"Shmrl-Error": known.__name__})
 
     def _route(self, method: str, path: list[str], query: str, fields: dict[str, str], body: bytes) -> Reply:
@@ -100,6 +109,8 @@ class Service:
                 return Reply(204)
             case "POST", ["v1", "blocks", verb] if verb in self._verbs:
                 return _packed(self._verbs[verb](**wire.unpack(body)))
+            case "POST", ["v1", "owner", verb] if verb in self._owner:
+                return _packed(self._owner[verb](**wire.unpack(body)))
             case "POST", ["v1", "fetch"]:
                 return _packed(self._copies.answer(**wire.unpack(body)))
             case "POST", ["v1", "done"]:
@@ -121,10 +132,10 @@ class Service:
         try:
             view = self._arena.get(handle)
         except StaleHandle as error:
-            if self._arena._is_freed(handle):
+            if moving.was_freed(self._arena, handle):
                 raise
             raise ForeignArena(str(error)) from None
-        tail, crc, checked = view._tail()
+        tail, crc, checked = moving.behind(view)
         return view, tail, {"Shmrl-Crc32c": crc, "Shmrl-Checked": int(checked), "Accept-Ranges": "bytes"}
 
     def _block(self, handle: Handle, asked: str | None) -> Reply:

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from shmrl.arena import Arena, Block, columns, span_bytes
-from shmrl.config.tables import FETCHED, SPILL_AFTER_S
+from shmrl.arena import Arena, Block, columns, moving, span_bytes
+from shmrl.config.host import FETCHED, SPILL_AFTER_S
 from shmrl.errors import (
     ArenaError,
     ArenaFull,
@@ -78,20 +78,22 @@ def url_of(handle: Handle, nodes: Mapping[str, str]) -> str:
     return nodes[handle.origin]
 
 
-def tag_of(handle: Handle) -> str:
-    """The tag of a block's copy; whoever finds a copy can tell of what it is one."""
-    return f"@{handle.origin}/{FETCHED}/{handle}"
+def tag_of(handle: Handle, whose: str = "") -> str:
+    """The tag of a block's copy: whoever finds one can tell of what, and whose it is, if not the whole node's."""
+    return f"@{handle.origin}/{FETCHED}/{handle}" + (f"/{whose}" if whose else "")
 
 
-def original_of(tag: str) -> Handle | None:
-    """The block that a tag's block is a copy of."""
+def original_of(tag: str, whose: str = "") -> Handle | None:
+    """The block that a tag's block is a copy of, if it is one of theirs."""
     parts = tag.split("/")
-    return Handle.parse(parts[2]) if len(parts) == 3 and parts[0].startswith("@") and parts[1] == FETCHED else None
+    if not parts[0].startswith("@") or parts[1:2] != [FETCHED] or parts[3:] != ([whose] if whose else []):
+        return None
+    return Handle.parse(parts[2])
 
 
-def fetch_one(arena: Arena, client: Client, handle: Handle, url: str) -> Handle:
+def fetch_one(arena: Arena, client: Client, handle: Handle, url: str, whose: str = "") -> Handle:
     """A copy of one block, with the errors of `fetch`."""
-    with _room(arena, client, handle) as block:
+    with _room(arena, client, handle, tag_of(handle, whose)) as block:
         with memoryview(block) as payload:
             transfer = _Transfer(handle, payload)
             try:
@@ -103,20 +105,20 @@ def fetch_one(arena: Arena, client: Client, handle: Handle, url: str) -> Handle:
             except ShmrlError as error:
                 raise NodeError(f"{url}: {error}") from error
         try:
-            return block._seal_as(*transfer.behind)
+            return moving.seal_as(block, transfer.behind)
         except ValueError as error:
             raise NodeError(f"{url}: {error}") from error
 
 
-def _room(arena: Arena, client: Client, handle: Handle) -> Block:
+def _room(arena: Arena, client: Client, handle: Handle, tag: str) -> Block:
     """The block that a copy goes into. ArenaFull; NodeError when the client is closed meanwhile."""
-    if arena._spill_dir():
-        return arena.reserve(handle.nbytes, tag=tag_of(handle), timeout_s=SPILL_AFTER_S, on_full="spill")
+    if moving.spills(arena):
+        return arena.reserve(handle.nbytes, tag=tag, timeout_s=SPILL_AFTER_S, on_full="spill")
     until = time.monotonic() + client.patience_s
     while True:
         began = time.monotonic()
         try:
-            return arena.reserve(handle.nbytes, tag=tag_of(handle), timeout_s=SLICE_S)
+            return arena.reserve(handle.nbytes, tag=tag, timeout_s=SLICE_S)
         except ArenaFull:
             now = time.monotonic()
             if client.closing:
@@ -132,11 +134,11 @@ class _Transfer:
         self._handle, self._payload = handle, payload
         self.got = 0
         self._corrupt = 0
-        self._behind: tuple[bytes, int, bool] | None = None
+        self._behind: moving.Behind | None = None
         self._arrival: columns.Arrival | None = None
 
     @property
-    def behind(self) -> tuple[bytes, int, bool]:
+    def behind(self) -> moving.Behind:
         """Tail, crc and whether there are checksums: what the copy is sealed with."""
         assert self._behind is not None
         return self._behind

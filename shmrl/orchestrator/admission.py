@@ -16,15 +16,18 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from shmrl.arena import span_bytes
+from shmrl.config.budget import HIGH, LOW
 from shmrl.types import Sample
 
-HIGH, LOW = 0.90, 0.75  # of the capacity: above the one no group starts, below the other they start again
 WINDOW, QUANTILE = 64, 0.9  # episodes that a source's size is learnt from
 
 
-def stored_bytes(samples: Iterable[Sample]) -> int:
-    """What an episode's blocks take from the arena; one that several samples share counts once."""
-    return sum(span_bytes(handle.nbytes) for handle in {handle for sample in samples for handle in sample.handles})
+def share_bytes(episode: Iterable[Sample], group: Iterable[Sample], size: int) -> int:
+    """What an episode takes of the arena where the `size` episodes of its group share: its own blocks, and its part of
+    what those of `group`, which are there so far, have in common."""
+    own = {sample.segments[-1][0] for sample in episode}
+    common = {handle for sample in group for handle, _, _ in sample.segments[:-1]} - own
+    return sum(span_bytes(h.nbytes) for h in own) + sum(span_bytes(h.nbytes) for h in common) // size
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,18 +22,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from shmrl.arena.memory import human
 from shmrl.config import RunTree, TrainSource
+from shmrl.config.budget import HIGH
 from shmrl.errors import RunError
-from shmrl.orchestrator.admission import HIGH, Admission, Room, Standstill, stored_bytes
+from shmrl.orchestrator.admission import Admission, Room, Standstill, share_bytes
+from shmrl.orchestrator.arenas import Arenas
 from shmrl.orchestrator.episodes import Ask, Episodes, Outcome
 from shmrl.orchestrator.sinks import Group, TrainSink
 from shmrl.orchestrator.sources import Source
-
-if TYPE_CHECKING:
-    from shmrl.arena import Arena
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Dispatcher:
 
     `attempt` is a short id of this process's life; it keeps group ids of attempts apart. `on_group` is called after
     every group that left (finished or dropped), and when `failure` is set: something that ends the run. `admission`
-    knows what groups of a source take of `arena`.
+    knows what groups of a source take of `arenas`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Dispatcher:
         sink: TrainSink,
         attempt: str,
         on_group: Callable[[], None],
-        arena: Arena,
+        arenas: Arenas,
         admission: Admission,
     ) -> None:
         self.step = 1  # the step whose batch is being collected
@@ -87,7 +87,7 @@ class Dispatcher:
         self.retained: Iterable[int] = ()  # steps whose blocks are kept on purpose, whoever waits
         self._tree, self._sources, self._episodes, self._sink = tree, list(sources), episodes, sink
         self._attempt, self._on_group = attempt, on_group
-        self._arena, self._admission = arena, admission
+        self._arenas, self._admission = arenas, admission
         self._standstill = Standstill(STANDSTILL_S)
         self._again: deque[Group] = deque()  # given up for want of room; they come first
         self._returned = 0  # requests that ended, one way or another
@@ -161,6 +161,16 @@ class Dispatcher:
         lag = target - 1 - self.served
         return not self._paused and target <= self._tree.run.max_steps and lag <= config.max_off_policy_steps
 
+    def held_back(self) -> str:
+        """Why no fresh group starts now; "" while groups do."""
+        if self._paused:
+            return "an evaluation runs"
+        if self._admission.holding:
+            return "groups wait for room in the arena"
+        if not self._open_gate():
+            return "" if self._running else "what started now would lag too far behind the step in training"
+        return "all permits (orchestrator.max_inflight) are taken" if self._episodes.permits.locked() else ""
+
     async def _next(self) -> Running | None:
         """A group under way with episodes to start, else a fresh one if the gate is open."""
         if self._paused:
@@ -192,11 +202,13 @@ class Dispatcher:
     # --- room in the arena ---------------------------------------------------------------------------------------
 
     def _room(self) -> Room:
-        pressure = self._arena.pressure()
+        """In the fullest of the arenas; groups under way are spread evenly over them."""
+        pressure = self._arenas.pressure()
         promised = sum(self._episode_bytes(running.group.source) * running.missing for running in self._running)
         ready = self.steps_out > 0 or self._sink.pending >= self._sink.batch
         returning = ready or (not self._running and self._others_read())
-        return Room(pressure["used_bytes"], promised, pressure["capacity_bytes"], len(self._running), returning)
+        share = -(-promised // pressure["arenas"])
+        return Room(pressure["used_bytes"], share, pressure["capacity_bytes"], len(self._running), returning)
 
     def _episode_bytes(self, source: Source) -> int:
         return self._admission.episode_bytes(source.name)
@@ -221,9 +233,8 @@ class Dispatcher:
         spill make their own room."""
         if self._admission.spills:
             return
-        stats = self._arena.stats()
-        state = (stats["created"], stats["freed"], self._returned)
-        waiting = bool(self._arena.pressure()["waiting"])
+        state = (self._arenas.moved(), self._returned)
+        waiting = bool(self._arenas.pressure()["waiting"])
         if not self._standstill.observe(time.monotonic(), waiting, state) or self._others_read():
             return
         if len(self._running) == 1:
@@ -237,7 +248,7 @@ class Dispatcher:
         """Whether a step's blocks are still there though nobody retains them (a rank that lags behind): they will come
         back without our doing."""
         retained = {str(step) for step in self.retained}
-        return any(step and step not in retained for step in self._arena.stats(by="step")["by"])
+        return any(step and step not in retained for step in self._arenas.steps())
 
     def _requeue(self, running: Running) -> None:
         """Give a group up for now. It gets another id, because its blocks may still be on their way out."""
@@ -298,7 +309,7 @@ class Dispatcher:
         seeds = tuple(group.source.seed("train", group.number, index) for index in indices)
         ask = Ask(group.source, group.task, group.id, indices.start, seeds, "train", self.served)
         task = asyncio.create_task(self._run(running, ask))
-        task.add_done_callback(self._ended)
+        task.add_done_callback(partial(self._ended, ask))
         running.tasks[task] = ask
 
     async def _run(self, running: Running, ask: Ask) -> None:
@@ -306,40 +317,45 @@ class Dispatcher:
         try:
             results = await self._episodes.run(ask)
         finally:
-            for _ in ask.seeds:
-                self._episodes.permits.release()
             running.tasks.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
-            self._returned += 1
-            self.wake()
         good = [result for result in results if result.success]
-        stored = stored_bytes(sample for result in good for sample in result.samples)
-        for _ in good:  # each its share: what siblings have in common is stored once
-            self._admission.saw(ask.source.name, stored // len(good))
         running.group.results += good
+        together = [sample for result in running.group.results for sample in result.samples]
+        for result in good:
+            self._admission.saw(ask.source.name, share_bytes(result.samples, together, running.group.size))
         running.failed += len(results) - len(good)
         self._settle(running)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """An episode's own failure is data by now; what is raised here ends the run."""
+    def _ended(self, ask: Ask, task: asyncio.Task[None]) -> None:
+        """The permits come back here: of a task that was cancelled before it began, nothing ran. An episode's own
+        failure is data by now; what is raised here ends the run."""
+        for _ in ask.seeds:
+            self._episodes.permits.release()
+        self._returned += 1
+        self.wake()
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self.failure = self.failure or error
-            self._on_group()
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """The run cannot go on."""
+        self.failure = self.failure or error
+        self._on_group()
 
     def _settle(self, running: Running) -> None:
         """Hand the group on when its last episode is in, drop it when too few can be compared."""
         if running not in self._running:
             return
         if running.wanted < min(2, running.group.size):
-            log.info(
-                "group %s: %d of %d episodes failed; dropped", running.group.id, running.failed, running.group.size
-            )
+            left, size = running.wanted, running.group.size
+            log.info("group %s: dropped, as %d of its %d episodes can still count", running.group.id, left, size)
             self._drop(running)
             self._episodes.group_ended(running.failed, kept=False)
         elif running.started == running.group.size and not running.tasks:
             self._running.remove(running)
             self._episodes.group_ended(running.failed, kept=True)
             self._sink.add(running.group)
+            self._episodes.group_left(running.group.source, running.group.id)
             self._on_group()
 
     def _lose(self, running: Running, tasks: Sequence[asyncio.Task[None]], outcome: Outcome) -> None:
@@ -352,6 +368,15 @@ class Dispatcher:
         if tasks:
             self._settle(running)
 
+    def give_up_lost(self) -> None:
+        """A node is lost: what came from there of groups under way is as good as failed."""
+        for running in list(self._running):
+            lost = self._sink.take_lost(running.group)
+            running.failed += lost
+            if lost:
+                self._settle(running)
+        self.wake()
+
     def _drop(self, running: Running) -> None:
         """Give the whole group up: cancel what runs, release what came."""
         self._running.remove(running)
@@ -362,4 +387,5 @@ class Dispatcher:
             self._episodes.end("cancelled", len(ask.seeds))
         running.tasks.clear()
         self._sink.discard(running.group)
+        self._episodes.group_left(running.group.source, running.group.id)
         self._on_group()

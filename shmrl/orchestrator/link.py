@@ -20,8 +20,10 @@ import zmq
 import zmq.asyncio
 
 from shmrl import wire
+from shmrl.config import JobConfig
 from shmrl.config.rundir import make_private
 from shmrl.errors import ProtocolError, RunError
+from shmrl.node.published import Addresses
 from shmrl.orchestrator.shipped import ShippedSteps
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,8 @@ class TrainerLink:
     """ROUTER bound at `address`, for `num_ranks` ranks that know `token` (None: any).
 
     steps: those that can be sent again. returning: a rank that cannot be reached is being restarted, it will say hello.
-    shares: the origin of the arena that every rank has to be in; None: blocks may be fetched.
+    shares: the origin of the arena that every rank has to be in; None: blocks may be fetched. job: address has port 0,
+    and ranks on other nodes of it learn from an address file which one was taken.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class TrainerLink:
         *,
         returning: bool = False,
         shares: str | None = None,
+        job: JobConfig | None = None,
     ) -> None:
         self.steps = steps
         self._num_ranks, self._token, self._returning, self._shares = num_ranks, token, returning, shares
@@ -65,7 +69,12 @@ class TrainerLink:
         self._training = False
         self.completed = 0  # the last durable step
         self._context = zmq.asyncio.Context()
-        self._socket = self._bound(address)
+        if job is None:
+            self._socket = self._bound(address)
+        else:
+            published = Addresses(job)
+            self._socket = self._bound(address.removesuffix("0") + str(published.port("trainer", "trainer")))
+            published.publish("trainer", "trainer", str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)))
         self._reader = asyncio.create_task(self._read())
 
     def _bound(self, address: str) -> zmq.asyncio.Socket:
@@ -174,7 +183,8 @@ class TrainerLink:
         deadline = time.monotonic() + timeout_s
         while len(self._peers) < self._num_ranks:
             try:
-                await asyncio.wait_for(self._next_change(), deadline - time.monotonic())
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._next_change()
             except TimeoutError:
                 missing = sorted(set(range(self._num_ranks)) - set(self._peers))
                 raise RunError(f"no hello from trainer ranks {missing} within {timeout_s:g} s") from None
@@ -203,7 +213,8 @@ class TrainerLink:
         began, said = time.monotonic(), SILENCE_S
         while (kind, number) not in self._arrived:
             try:
-                await asyncio.wait_for(self._next_change(), REPEAT_S)
+                async with asyncio.timeout(REPEAT_S):
+                    await self._next_change()
             except TimeoutError:
                 if (waited := time.monotonic() - began) >= said:
                     log.warning("waiting for rank 0's %s %d for %.0f s", kind, number, waited)

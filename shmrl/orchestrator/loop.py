@@ -32,21 +32,27 @@ from shmrl.config import RunTree
 from shmrl.config.budget import bytes_per_token, longest_episode
 from shmrl.config.shape import model_shape
 from shmrl.env.client import EnvClient
-from shmrl.errors import RunError
+from shmrl.errors import RunError, ServerDied
 from shmrl.inference.client import EngineClient
+from shmrl.monitor import exposition
 from shmrl.monitor.metrics import LoopLag
+from shmrl.node.client import Client
 from shmrl.node.host import read_token, require_arena
 from shmrl.orchestrator.admission import Admission
 from shmrl.orchestrator.adoption import adopt
+from shmrl.orchestrator.arenas import Arenas, Node
 from shmrl.orchestrator.dispatcher import Dispatcher
-from shmrl.orchestrator.episodes import Episodes, reach, together
+from shmrl.orchestrator.episodes import Episodes
 from shmrl.orchestrator.ledger import Hold, Ledger
 from shmrl.orchestrator.link import TrainerLink
 from shmrl.orchestrator.policy import Policy
+from shmrl.orchestrator.replicas import Place, Replica, places
 from shmrl.orchestrator.report import StepReport
 from shmrl.orchestrator.shipped import ShippedStep, ShippedSteps
 from shmrl.orchestrator.sinks import Batch, EvalSink, TrainSink
 from shmrl.orchestrator.sources import Source
+from shmrl.orchestrator.together import reach, together
+from shmrl.orchestrator.waiting import Waiting
 from shmrl.orchestrator.warmup import WarmUp
 from shmrl.payload import micro_batches_to_wire, pack
 from shmrl.types import Handle, MicroBatch, Sample
@@ -55,6 +61,7 @@ log = logging.getLogger(__name__)
 
 FAILED_BATCHES = 3
 SETTLE_S = 10.0
+FLUSH_S = 10.0  # what other nodes are still to be told at the end
 LEAKS = 20  # blocks that are named when a run leaves some
 RELIEF_S = 0.25  # how often a batch that is being collected looks at the arena
 
@@ -70,7 +77,7 @@ def main(tree: RunTree, resume: bool = False) -> int:
 
 async def _run(tree: RunTree, resume: bool) -> int:
     """0, or 128 + the signal that drained the run, or minus the signal that stopped it without a drain."""
-    orchestrator = Orchestrator(tree, resume)
+    orchestrator = Orchestrator(tree, resume, await places(tree))
     orchestrator.catch_signals()
     try:
         await orchestrator.run()
@@ -93,7 +100,7 @@ def _admission(tree: RunTree) -> Admission:
 class Orchestrator:
     """One run's orchestrator: owns the connections and the order of things; the parts own their rules."""
 
-    def __init__(self, tree: RunTree, resume: bool) -> None:
+    def __init__(self, tree: RunTree, resume: bool, places: Sequence[Sequence[Place]]) -> None:
         self.tree, self.resumed = tree, resume
         self.signal: int | None = None
         self._stepping = self._draining = False
@@ -102,42 +109,51 @@ class Orchestrator:
         self.attempt = secrets.token_hex(2)  # keeps the tags of a run's attempts apart
         self._background: set[asyncio.Task[None]] = set()
         config = tree.orchestrator
-        self.arena = Arena.attach(require_arena(tree.arena))
-        self.ledger = Ledger(self.arena, tree.trainer.ranks)
+        token = read_token(tree.arena)
+        arena = Arena.attach(require_arena(tree.arena))
+        self.arenas = Arenas(arena, Client(token, ca=tree.node.ca) if token else None)
+        self.arenas.lost = self._node_lost
+        self.ledger = Ledger(self.arenas, tree.trainer.ranks, config.seq_len)
         self.shipped = ShippedSteps(tree.socket_dir / "steps")
         if resume:
             self.shipped.load(str(tree.arena.address))
         else:
             self.shipped.clear()
-            self.arena.discard(tree.run.name)  # what an earlier attempt left behind in a node's arena
-        token = read_token(tree.arena)
+            arena.discard(tree.run.name)  # what an earlier attempt left behind in a node's arena
         nominal = config.batch_size or config.inflight
         self.episodes = Episodes(self.ledger, tree.run.name, config.inflight, FAILED_BATCHES * nominal)
-        self.sources = [Source(tree, i, EnvClient(tree.env_address(i), token)) for i in range(len(tree.sources))]
+        self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
+        self.sources = [
+            Source(tree, i, [Replica(EnvClient(place.address, token), place) for place in at], self.engine.urls)
+            for i, at in enumerate(places)
+        ]
         train = [source for source in self.sources if source.split == "train"]
         self.sink = TrainSink(tree, self.ledger, self.episodes)
         self.dispatcher = Dispatcher(
-            tree, train, self.episodes, self.sink, self.attempt, self._wake.set, self.arena, _admission(tree)
+            tree, train, self.episodes, self.sink, self.attempt, self._wake.set, self.arenas, _admission(tree)
         )
         self.dispatcher.retained = self.shipped
         self.evals = [EvalSink(s, self.ledger, self.episodes, self.attempt) for s in self.sources if s.split == "eval"]
-        self.engine = EngineClient(tree.inference.engine_urls, timeout_s=tree.inference.request_timeout_s)
         self.link = TrainerLink(
             tree.trainer_address,
             tree.trainer.ranks,
             token,
             self.shipped,
             returning=tree.run.restarts.trainer > 0,
-            shares=self.arena.origin if tree.arena.transport == "required" else None,
+            shares=arena.origin if tree.arena.transport == "required" else None,
+            job=tree.job if tree.deployment.trainer_nodes > 1 else None,
         )
         self.policy = Policy(self.engine, tree, self.link)
         self.lag = LoopLag()
-        self.report = StepReport(tree, self.arena, self.episodes, self.sources, self.lag)
+        self.report = StepReport(tree, self.arenas, self.episodes, self.sources, self.lag)
+        self.waiting = Waiting(tree, self.arenas, self.episodes, self.sink, self.dispatcher)
+        exposition.also(lambda: self.report.latest)
 
     # --- the whole -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Everything from connecting to `finish`."""
+        self.spawn(self.waiting.run())
         step = await self._connect()
         self.spawn(self.lag.run())
         self.spawn(self.episodes.watch())
@@ -153,6 +169,8 @@ class Orchestrator:
         await self._steps(step, training)
         await self._stop_episodes()
         await self.link.finish()
+        for source in self.sources:
+            source.replicas.report()
         self._let_go(self.tree.run.max_steps)
         self.drained = True
 
@@ -161,10 +179,14 @@ class Orchestrator:
         timeout_s, last = self.tree.orchestrator.connect_timeout_s, self.shipped.last
         if last is not None and last.step > (self.report.last or 0):
             self.link.unreported = last.step
-        peers = {f"env server {s.name}": s.connect(timeout_s, self.arena.address) for s in self.sources}
-        await reach(peers | {"inference": self.policy.reach(timeout_s), "trainer": self.link.hellos(timeout_s)})
+        peers = {f"env server {s.name}": s.connect(timeout_s, self.arenas, resumed=self.resumed) for s in self.sources}
+        peers |= {"inference": self.policy.reach(timeout_s), "trainer": self.link.hellos(timeout_s)}
+        await reach(peers, awaits=self.waiting.awaits)
         if self.resumed:  # what an orchestrator before this one had asked for ends
-            await together(*[source.client.take_over(self.tree.run.name) for source in self.sources])
+            name = self.tree.run.name
+            await reach({f"env server {s.name} to end its episodes": s.take_over(name) for s in self.sources})
+        else:
+            self.arenas.discard(self.tree.run.name)  # of an earlier attempt, in other nodes' arenas
         for source in self.sources:
             source.derive_masks = self.policy.derive_masks
         step = self.link.completed
@@ -202,7 +224,7 @@ class Orchestrator:
         """Go on where an orchestrator before this one stood; the training that was under way, if one was."""
         self.link.warmed_up = self.tree.warmup.steps > 0
         self.report.open(completed)
-        groups = adopt(self.arena, self.tree.run.name, self.sources, self.ledger, self.sink, self.shipped)
+        groups = await adopt(self.arenas, self.tree.run.name, self.sources, self.ledger, self.sink, self.shipped)
         self.dispatcher.skip_to(groups)
         self._let_go(completed - self.tree.arena.retain_steps)
         last = self.shipped.last
@@ -219,6 +241,7 @@ class Orchestrator:
         """After the warm-up, if there is one, the ranks publish the version to start from; the engines serve it before
         any episode starts."""
         if version == 0 and not self.link.saved:
+            self.waiting.stage("warm-up", 1)
             await WarmUp(self).run()
         await self._serve(await self.link.begin(version, self.dispatcher.state()), version)
 
@@ -237,10 +260,14 @@ class Orchestrator:
         dispatching = self.spawn(self.dispatcher.run())
         for step in range(first, self.tree.run.max_steps + 1):
             began = time.monotonic()
+            self.waiting.stage("collect", step)
             batch = await self._collect(step, dispatching, training)
             collect_s = time.monotonic() - began
             if training is not None:
+                self.waiting.stage("train", step - 1)
                 await training
+            if batch is not None:
+                batch = await self._whole(batch, dispatching)
             if batch is None:
                 break
             if self._draining:
@@ -248,6 +275,7 @@ class Orchestrator:
                 break
             training = self.spawn(self._train(batch, collect_s))
         if training is not None:
+            self.waiting.stage("train", self.report.underway)
             await training
 
     async def _collect(
@@ -263,7 +291,7 @@ class Orchestrator:
                     task.result()
             if self._draining:
                 return None
-            if (batch := self.sink.cut(step)) is not None:
+            if not self.arenas.in_doubt and (batch := self.sink.cut(step)) is not None:
                 self.dispatcher.collecting(step + 1)  # at once: what starts from here on is for a later batch
                 self.dispatcher.steps_out += 1
                 return batch
@@ -271,7 +299,23 @@ class Orchestrator:
                 self.dispatcher.relieve()
             self.dispatcher.wake()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), RELIEF_S)
+                async with asyncio.timeout(RELIEF_S):
+                    await self._wake.wait()
+
+    async def _whole(self, batch: Batch, dispatching: asyncio.Task[None]) -> Batch | None:
+        """A batch without what was lost since it was cut; another one if nothing is left; None when the run drains."""
+        while True:
+            await self.arenas.certain()
+            if lost := self.sink.drop_lost_of(batch.episodes):
+                log.error("step %d goes on without %d episodes of a lost node", batch.step, lost)
+            if batch.kept:
+                return batch
+            self.dispatcher.steps_out -= 1
+            self.dispatcher.collecting(batch.step)
+            again = await self._collect(batch.step, dispatching, None)
+            if again is None:
+                return None
+            batch = again
 
     async def _train(self, batch: Batch, collect_s: float) -> None:
         """Ship one step, serve what it publishes, and account for it once it is durable."""
@@ -279,10 +323,11 @@ class Orchestrator:
         self.sink.shipped(batch)
         await self.policy.leave_accelerator()
         extra = {"run_id": tree.run.name, "state": self.dispatcher.state()}
-        messages = self._armed("step", step, batch.samples, extra)
-        record = self.report.begin(batch, collect_s, sum(map(len, messages)))
+        messages = await self._armed("step", step, batch.samples, extra)
+        record = await self.report.begin(batch, collect_s, sum(map(len, messages)))
         where = str(tree.run.output_dir), str(tree.arena.address)
-        self.shipped.add(ShippedStep(step, tree.run.name, *where, record, tuple(messages)))
+        asked_with = str(tree.arena.token_file or ""), str(tree.node.ca or "")
+        self.shipped.add(ShippedStep(step, tree.run.name, *where, record, tuple(messages), *asked_with))
         for rank in range(tree.trainer.ranks):
             await self.link.catch_up(rank)
         await self._complete(step)
@@ -313,15 +358,18 @@ class Orchestrator:
     async def ship_warmup(self, step: int, samples: Sequence[Sample]) -> None:
         """Send every rank its references of a warm-up step."""
         self.link.warmed_up = True
-        for rank, raw in enumerate(self._armed("warmup", step, samples, {})):
+        for rank, raw in enumerate(await self._armed("warmup", step, samples, {})):
             await self.link.send(rank, raw)
 
-    def _armed(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> list[bytes]:
-        """Pack the samples and arm the done sets of their blocks; the message of each rank."""
+    async def _armed(self, kind: str, step: int, samples: Sequence[Sample], extra: dict[str, Any]) -> list[bytes]:
+        """Pack the samples and arm the done sets of their blocks, wherever those are; the message of each rank."""
         groups, size = self._packed(samples), self.tree.trainer.context_parallel
         ranks = [micros for micros in groups for _ in range(size)]  # neighbours share their sequences
         self.ledger.ship(groups, step, readers=size)
+        await self.arenas.flush()
         common = {"kind": kind, "step": step, "loss_tokens": sum(sample.S for sample in samples), **extra}
+        if nodes := self.arenas.urls({handle for sample in samples for handle in sample.handles}):
+            common["nodes"] = nodes
         return [wire.pack({**common, "micro_batches": micro_batches_to_wire(micros)}) for micros in ranks]
 
     def _packed(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
@@ -331,6 +379,24 @@ class Orchestrator:
             num_ranks=self.tree.trainer.data_ranks,
             pad_to_multiple_of=self.tree.trainer.pad_to_multiple_of,
         )
+
+    # --- other nodes ---------------------------------------------------------------------------------------------
+
+    def _node_lost(self, node: Node) -> None:
+        """Its engines and replicas drop out, its blocks are written off; what of them is shipped becomes micro batches
+        that the ranks drop."""
+        written_off = self.ledger.write_off(node.origin)
+        dropped = self.sink.drop_lost()
+        log.error(
+            "node %s is lost, and with it %d blocks; %d episodes that waited for their batch have failed: %s",
+            node.name, written_off, dropped, node.lost,
+        )  # fmt: skip
+        self.policy.drop_host(node.host, f"node {node.name} is lost")
+        for source in self.sources:
+            for replica in source.replicas.alive:
+                if replica.origin == node.origin and not source.replicas.lose(replica, f"node {node.name} is lost"):
+                    self.dispatcher.fail(ServerDied(f"source {source.name!r} has lost its last replica: {node.lost}"))
+        self.dispatcher.give_up_lost()
 
     # --- evaluation ----------------------------------------------------------------------------------------------
 
@@ -342,7 +408,8 @@ class Orchestrator:
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Every source due at this version, side by side."""
-        found = await together(*[sink.evaluate(step) for sink in self.evals if self._wants(sink, step)])
+        with self.waiting.meanwhile("evaluate", step):
+            found = await together(*[sink.evaluate(step) for sink in self.evals if self._wants(sink, step)])
         return {name: value for metrics in found for name, value in metrics.items()}
 
     # --- signals and the end -------------------------------------------------------------------------------------
@@ -353,6 +420,7 @@ class Orchestrator:
         assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number, task)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher starts us with it blocked
 
     def _signalled(self, number: signal.Signals, task: asyncio.Task[Any]) -> None:
         again, self.signal = self.signal is not None, number
@@ -396,22 +464,25 @@ class Orchestrator:
             await self._stop_episodes()
             held = self.ledger.close()
             self.shipped.clear()
+            if any(replica.lost for source in self.sources for replica in source.replicas.every):
+                self.arenas.discard(self.tree.run.name)  # what their last workers stored behind the end of theirs
+            await self.arenas.flush(FLUSH_S)
         await self.link.close()
-        await asyncio.gather(*[source.client.close() for source in self.sources], self.engine.aclose())
-        left = await self._left_in_arena() if self.drained else []
-        self.arena.close()
+        await asyncio.gather(*[source.close() for source in self.sources], self.engine.aclose())
+        await asyncio.to_thread(self.report.close)
+        left = await self._left_in_arenas() if self.drained else []
+        await self.arenas.close()
         if self.drained and (held or left):
             lines = [f"{hold.tag}: held by the ledger for {hold.samples} samples" for hold in held.values()]
             lines += map(render.leak, left)
             head = f"{len(held)} blocks in the ledger and {len(left)} in the arena were never released:"
             raise RunError("\n  ".join([head, *lines[:LEAKS]]))
 
-    async def _left_in_arena(self) -> list[dict[str, Any]]:
+    async def _left_in_arenas(self) -> list[dict[str, Any]]:
         """This run's blocks, once the env servers have had time to free what was cancelled."""
         deadline = time.monotonic() + SETTLE_S
-        prefix = self.tree.run.name + "/"
         while True:
-            left = [row for row in self.arena.ls() if row["tag"].startswith(prefix)]
+            left = [found.row for found in await self.arenas.find(self.tree.run.name)]
             if not left or time.monotonic() > deadline:
                 return left
             await asyncio.sleep(0.05)

@@ -2,13 +2,15 @@
 
 One `Policy` per run, in the orchestrator. A failed update leaves the old weights serving and ends the run, unless
 engines may be restarted (`[run.restarts]`): then it is repeated when they are back, and an engine that comes back by
-itself is brought to the current version. Requests of the env workers wait meanwhile.
+itself is brought to the current version. Requests of the env workers wait meanwhile. Of several engines, one that
+stays away drops out, and the others go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from urllib.parse import urlsplit
 
 from shmrl.config import RunTree
 from shmrl.errors import EngineError
@@ -20,6 +22,8 @@ from shmrl.orchestrator.link import TrainerLink
 log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
+AWAY_S = 20.0  # of an engine beside others: it drops out then
+TRIES = 3  # of an update, while engines come and go
 
 
 class Policy:
@@ -53,15 +57,53 @@ class Policy:
     async def serve(self, path: str, version: int) -> None:
         """Every engine serves this version when it returns. EngineError: those that failed keep their old weights."""
         async with self._updating:
-            for attempts_left in reversed(range(1 + self._tree.run.restarts.inference)):
+            restarts, tries = self._tree.run.restarts.inference, TRIES
+            while True:
                 try:
                     await self._update(path, version)
                     return
                 except EngineError as error:
-                    if not attempts_left:
+                    if restarts:
+                        restarts -= 1
+                        log.warning("version %d is not served yet, it is tried again: %s", version, error)
+                        await self._back(error)
+                    elif not tries or not await self._go_on(error):
                         raise
-                    log.warning("version %d is not served yet, it is tried again: %s", version, error)
-                    await self._engine.health(self._tree.orchestrator.connect_timeout_s)
+                    else:
+                        tries -= 1
+
+    async def _back(self, error: EngineError) -> None:
+        """Wait until the engines are. EngineError where none comes back; of several, those that do not drop out."""
+        try:
+            await self._engine.health(self._tree.orchestrator.connect_timeout_s)
+        except EngineError:
+            if not await self._go_on(error):
+                raise
+
+    async def _go_on(self, error: EngineError) -> bool:
+        """Whether an update may be tried again, without the engines that stay away: never for what an engine refuses,
+        nor without any."""
+        away = [url for url in self._engine.urls if url in error.away]  # but for those that have dropped out meanwhile
+        if not error.away or self._engine.urls == away[:1]:
+            return False
+        healthy = await asyncio.gather(*[self._engine.is_healthy(url, AWAY_S) for url in away])
+        return all(self.drop(url, error) for url, is_healthy in zip(away, healthy, strict=True) if not is_healthy)
+
+    def drop(self, url: str, why: object) -> bool:
+        """Go on without an engine, if there is another."""
+        if self._engine.urls == [url]:
+            return False
+        if url not in self._engine.urls:
+            return True
+        self._engine.drop(url)
+        log.error("the engine at %s drops out, %d go on: %s", url, len(self._engine.urls), why)
+        return True
+
+    def drop_host(self, host: str, why: object) -> None:
+        """The engines of a node that is lost."""
+        for url in list(self._engine.urls):
+            if urlsplit(url).hostname == host:
+                self.drop(url, why)
 
     async def _update(self, path: str, version: int) -> None:
         if self._tree.inference.colocate:

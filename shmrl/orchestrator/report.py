@@ -6,25 +6,26 @@ Called by the orchestrator's loop at a step's begin (while the blocks are there)
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmrl.config import RunTree
-from shmrl.errors import EnvError
+from shmrl.config.rundir import write_atomic
 from shmrl.monitor import console
 from shmrl.monitor.metrics import LoopLag, MetricsFile, last_step, rss_bytes
 from shmrl.monitor.rollouts import write_rollouts
+from shmrl.monitor.trackers import Trackers
+from shmrl.orchestrator.arenas import Arenas
 from shmrl.orchestrator.episodes import Episodes
 from shmrl.orchestrator.sinks import Batch, Scored
 from shmrl.orchestrator.sources import Source
 
-if TYPE_CHECKING:
-    from shmrl.arena import Arena
+log = logging.getLogger(__name__)
 
-HEALTH_S = 5.0
 WARMUP_LINES = 10
 ARENA_METRICS = ("used_bytes", "peak_bytes", "blocks", "created", "freed", "orphaned", "waits")
 SPILL_METRICS = ("spilled", "spilled_bytes")
@@ -34,11 +35,13 @@ class StepReport:
     """Collects and writes the records of the run's steps; `open` it before the first."""
 
     def __init__(
-        self, tree: RunTree, arena: Arena, episodes: Episodes, sources: Sequence[Source], lag: LoopLag
+        self, tree: RunTree, arenas: Arenas, episodes: Episodes, sources: Sequence[Source], lag: LoopLag
     ) -> None:
-        self._tree, self._arena, self._episodes, self._sources, self._lag = tree, arena, episodes, sources, lag
+        self._tree, self._arenas, self._episodes, self._sources, self._lag = tree, arenas, episodes, sources, lag
         self._last = time.monotonic()
         self._record: dict[str, Any] = {}
+        self.latest: Mapping[str, Any] = {}  # written last
+        self._trackers: Trackers | None = None
         self._path = tree.run.output_dir / "metrics.jsonl"
         self.last = last_step(self._path)  # that has a line, written by an orchestrator before this one
 
@@ -49,10 +52,11 @@ class StepReport:
         if completed is None:
             self.last = None
         self._file = MetricsFile(self._path, completed)
+        self._trackers = Trackers(self._tree, completed)
 
-    def begin(self, batch: Batch, collect_s: float, sent_bytes: int) -> dict[str, Any]:
+    async def begin(self, batch: Batch, collect_s: float, sent_bytes: int) -> dict[str, Any]:
         """Before the step is sent: what is known of it now, and a few rollouts with their text."""
-        stats = self._arena.stats()  # what is in files: now, for the step's blocks are gone at its end
+        stats = self._arenas.stats()  # what is in files: now, for the step's blocks are gone at its end
         self._record = {
             "step": batch.step,
             "time/collect": collect_s,
@@ -64,9 +68,21 @@ class StepReport:
         tree = self._tree
         if tree.monitor.rollouts:
             chosen = spread(batch.kept, tree.monitor.rollouts)
-            rows = [(item.source, item.result, item.advantage, item.samples[0]) for item in chosen]
-            write_rollouts(tree.run.output_dir / "rollouts", batch.step, self._arena, rows)
+            seen = await asyncio.gather(*[self._arenas.shown(item.samples[0]) for item in chosen])
+            rows = [
+                (item.source, item.result, item.advantage, item.samples[0], one)
+                for item, one in zip(chosen, seen, strict=True)
+            ]
+            try:
+                write_rollouts(tree.run.output_dir / "rollouts", batch.step, rows)
+            except OSError as error:
+                log.warning("rollouts of step %d are not saved: %s", batch.step, error)
         return self._record
+
+    @property
+    def underway(self) -> int:
+        """The step that was begun last."""
+        return int(self._record.get("step", 0))
 
     def resume(self, record: Mapping[str, Any]) -> None:
         """Instead of `begin`, for a step that an orchestrator before this one shipped: what that one knew of it."""
@@ -76,23 +92,40 @@ class StepReport:
     async def end(self, trainer: Mapping[str, float]) -> None:
         """After the step is durable: add the trainer's share and the state of arena, processes and episodes; write."""
         record = {**self._record, **trainer, "time/step": time.monotonic() - self._last}
+        await self._arenas.look()
         record |= self._outcomes() | self._room() | self._process()
         self.write(record | await self._servers())
 
     def write(self, record: Mapping[str, Any]) -> None:
         """One line to the file, one to the console."""
         self._file.write(record)
+        if self._trackers is not None:
+            self._trackers.write(record)
+        self.latest = dict(record)
         self._last = time.monotonic()
         if self._tree.monitor.console:
-            console.show(console.step_line(record, self._tree.run.max_steps))
+            line = console.step_line(record, self._tree.run.max_steps, console.width())
+            console.show(line, as_json=self._tree.log.json_lines, metrics=record)
+
+    def close(self) -> None:
+        """Let the trackers finish."""
+        if self._trackers is not None:
+            self._trackers.close()
 
     def warmed_up(self, step: int, trainer: Mapping[str, float]) -> None:
-        """A warm-up step: every tenth of the warm-up a line, on the console only. There is no policy to mismatch."""
+        """A warm-up step: every tenth of the warm-up a line on the console, and how far it is into warmup.json, for the
+        page. There is no policy to mismatch."""
         self._last = time.monotonic()
         steps = self._tree.warmup.steps
-        if self._tree.monitor.console and (step == 1 or step % max(1, steps // WARMUP_LINES) == 0):
+        if step != 1 and step % max(1, steps // WARMUP_LINES):
+            return
+        try:
+            write_atomic(self._tree.run.output_dir / "warmup.json", json.dumps({"step": step, "steps": steps}) + "\n")
+        except OSError as error:
+            log.warning("warmup.json is not written: %s", error)
+        if self._tree.monitor.console:
             line = console.step_line({"step": step, **trainer, "train/mismatch_kl": None}, steps)
-            console.show(f"warm-up {line}")
+            console.show(f"warm-up {line}", as_json=self._tree.log.json_lines)
 
     # --- shares --------------------------------------------------------------------------------------------------
 
@@ -101,16 +134,20 @@ class StepReport:
         counts = episodes.take_counts()
         rejected, episodes.rejected = episodes.rejected, 0
         requeued, episodes.requeued = episodes.requeued, 0
+        truncated, episodes.truncated = episodes.truncated, 0
         found: dict[str, float] = {f"episodes/{outcome}": count for outcome, count in counts.items()}
         return found | {
             "off_policy/dropped": counts["stale"],
             "payload/rejected_branches": rejected,
+            "payload/truncated_samples": truncated,
             "orchestrator/requeued_groups": requeued,
         }
 
     def _room(self) -> dict[str, float]:
-        stats = self._arena.stats()
+        """Of all arenas together; of nodes, their servers' memory."""
+        stats = self._arenas.stats()
         found: dict[str, float] = {f"arena/{name}": stats[name] for name in ARENA_METRICS}
+        found |= {f"node/{name}/rss_bytes": nbytes for name, nbytes in self._arenas.rss_bytes().items()}
         return found | {"arena/used_fraction": stats["used_bytes"] / stats["capacity_bytes"]}
 
     def _process(self) -> dict[str, float]:
@@ -127,9 +164,8 @@ class StepReport:
         found: dict[str, float] = {}
 
         async def ask(source: Source) -> None:
-            with contextlib.suppress(EnvError, TimeoutError):
-                async with asyncio.timeout(HEALTH_S):
-                    found[f"env/{source.name}/rss_bytes"] = (await source.client.health())["rss_bytes"]
+            if (nbytes := await source.rss_bytes()) is not None:
+                found[f"env/{source.name}/rss_bytes"] = nbytes
 
         await asyncio.gather(*map(ask, self._sources))
         return found

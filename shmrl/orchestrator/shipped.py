@@ -16,7 +16,7 @@ from typing import Any
 
 from shmrl import wire
 from shmrl.config.rundir import write_atomic
-from shmrl.errors import ProtocolError, RunError
+from shmrl.errors import ProtocolError, RunError, told
 from shmrl.payload import micro_batches_from_wire
 from shmrl.types import MicroBatch
 
@@ -29,6 +29,7 @@ class ShippedStep:
         step, run, output_dir, arena: which, of which run, and the address of the arena that has its blocks.
         record: what metrics.jsonl will say of it, as far as it was known before it was trained.
         messages: the packed message of each rank.
+        token_file, ca: what the servers of other nodes, which have the other blocks, are asked with; "" for none.
 
     Example: ShippedStep(7, "run", "/runs/run", "shm:4f...", {"train/reward": 0.4, ...}, (b"...", b"..."))
     """
@@ -39,11 +40,18 @@ class ShippedStep:
     arena: str
     record: dict[str, Any]
     messages: tuple[bytes, ...]
+    token_file: str = ""
+    ca: str = ""
 
     @cached_property
     def micro_batches(self) -> list[list[MicroBatch]]:
         """Of each rank."""
         return [micro_batches_from_wire(wire.unpack(raw)["micro_batches"]) for raw in self.messages]
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """The url of each other node's server that has blocks of it, by `Handle.origin`."""
+        return dict(wire.unpack(self.messages[0]).get("nodes", {}))
 
     @property
     def state(self) -> dict[str, Any]:
@@ -59,7 +67,7 @@ def read(path: Path) -> ShippedStep:
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     except (ProtocolError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is no shipped step ({type(error).__name__}: {error})") from error
+        raise RunError(f"{path} is no shipped step ({told(error)})") from error
 
 
 def kept_in(directory: Path) -> list[int]:

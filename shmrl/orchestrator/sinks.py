@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shmrl.config import EvalSource, RunTree
 from shmrl.errors import RunError
 from shmrl.orchestrator import advantages
-from shmrl.orchestrator.episodes import Ask, Episodes, together
+from shmrl.orchestrator.episodes import Ask, Episodes
 from shmrl.orchestrator.ledger import Ledger
 from shmrl.orchestrator.sources import Source
+from shmrl.orchestrator.together import together
 from shmrl.types import EpisodeResult, Sample, Task
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 ZERO = 1e-9  # advantages this small come from rounding the mean of equal rewards
 BARREN_BATCHES = 10
 SOLVED = 1.0 - 1e-9
+KNOWN_TASKS = 1 << 16  # whose running mean is kept; of those the ones that came up last
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +90,7 @@ class TrainSink:
         self._buffer: deque[list[Scored]] = deque()
         self._seen_episodes = self._seen_tokens = 0
         self._barren = 0  # scored episodes since one had something to train
+        self._rewards: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()  # task -> episodes, sum
 
     # --- units ---------------------------------------------------------------------------------------------------
 
@@ -95,6 +98,13 @@ class TrainSink:
     def pending(self) -> int:
         """What is buffered, in the batch's unit."""
         return sum(self._size(episodes) for episodes in self._buffer)
+
+    def by_source(self) -> dict[str, int]:
+        """What is buffered of each source, in the batch's unit."""
+        found: dict[str, int] = {}
+        for episodes in self._buffer:
+            found[episodes[0].source] = found.get(episodes[0].source, 0) + self._size(episodes)
+        return found
 
     @property
     def waiting_groups(self) -> int:
@@ -121,8 +131,9 @@ class TrainSink:
             self._require_fields(group.source, result)
         rewards = [result.reward for result in group.results]
         lengths = [sum(sample.S for sample in result.samples) for result in group.results]
+        wanted = self._wanted(group, rewards)
         scored = [
-            self._scored(group, result, advantage)
+            self._scored(group, result, advantage, wanted)
             for result, advantage in zip(group.results, self._advantages(rewards, lengths), strict=True)
         ]
         self._buffer.append(scored)
@@ -137,9 +148,48 @@ class TrainSink:
         self._episodes.end("filtered", len(group.results))
         group.results.clear()
 
-    def _scored(self, group: Group, result: EpisodeResult, advantage: float) -> Scored:
+    def take_lost(self, group: Group) -> int:
+        """Drop the episodes of a group under way whose blocks were lost with their node; how many. They have failed."""
+        lost = [result for result in group.results if any(map(self._ledger.is_lost, result.samples))]
+        for result in lost:
+            self._ledger.release(result.samples)
+            group.results.remove(result)
+        self._episodes.end("failed", len(lost))
+        return len(lost)
+
+    def drop_lost_of(self, episodes: list[Scored]) -> int:
+        """The same for scored episodes that have something to train."""
+        lost = [episode for episode in episodes if any(map(self._ledger.is_lost, episode.samples))]
+        for episode in lost:
+            self._ledger.release(episode.samples)
+            episodes.remove(episode)
+        self._episodes.end("failed", len(lost))
+        return len(lost)
+
+    def drop_lost(self) -> int:
+        """The same for all that are buffered."""
+        dropped = sum(map(self.drop_lost_of, self._buffer))
+        self._buffer = deque(episodes for episodes in self._buffer if episodes)
+        return dropped
+
+    def _wanted(self, group: Group, rewards: Sequence[float]) -> bool:
+        """Whether the group's task is neither too hard nor too easy, by all of its rewards so far."""
+        if (limits := self._tree.orchestrator.filters.difficulty) is None or not rewards:
+            return True
+        task = (group.source.name, group.task.id)
+        count, total = self._rewards.pop(task, (0, 0.0))
+        count, total = count + len(rewards), total + math.fsum(rewards)
+        self._rewards[task] = count, total
+        if len(self._rewards) > KNOWN_TASKS:
+            self._rewards.popitem(last=False)
+        return limits[0] - ZERO <= total / count <= limits[1] + ZERO
+
+    def _scored(self, group: Group, result: EpisodeResult, advantage: float, wanted: bool) -> Scored:
         samples: tuple[Sample, ...] = ()
-        if self._tree.orchestrator.filters.zero_advantage and abs(advantage) < ZERO:
+        filters = self._tree.orchestrator.filters
+        flat = filters.zero_advantage and abs(advantage) < ZERO
+        low, high = filters.advantage_range or (math.inf, -math.inf)
+        if flat or not wanted or low <= advantage <= high:
             self._ledger.release(result.samples)
         else:
             samples = self.fitted(result.samples, advantage)
@@ -151,7 +201,9 @@ class TrainSink:
         """The samples with their advantage, cut to seq_len; those with no sampled token left are released."""
         kept = []
         for sample in samples:
-            fits = self._ledger.cut(sample, min(sample.T, self._tree.orchestrator.seq_len))
+            longest = self._tree.orchestrator.seq_len
+            self._episodes.truncated += longest < sample.T
+            fits = self._ledger.cut(sample, min(sample.T, longest))
             if fits.S and fits.T:
                 kept.append(replace(fits, advantage=advantage))
             else:
@@ -227,8 +279,8 @@ def _why_barren(last: Scored) -> str:
     if not any(sample.S for sample in last.result.samples):
         return "nothing was sampled in them; look at the engine's answers and at the environment's calls of the model"
     return (
-        f"every group's rewards were equal (the last: {last.result.reward:g}); harder tasks, another reward or "
-        "filters.zero_advantage = false"
+        f"every group's rewards were equal, or orchestrator.filters leave none of them (the last reward: "
+        f"{last.result.reward:g}, its advantage {last.advantage:g}); harder tasks, another reward or wider filters"
     )
 
 

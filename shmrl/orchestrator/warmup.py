@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shmrl.errors import RunError
-from shmrl.orchestrator.episodes import Ask, together
+from shmrl.orchestrator.episodes import Ask
 from shmrl.orchestrator.sources import Source
+from shmrl.orchestrator.together import together
 from shmrl.types import Sample
 
 if TYPE_CHECKING:
@@ -43,9 +44,8 @@ class WarmUp:
         found = await together(*[self._demonstration(sources[i % len(sources)], step, i) for i in range(count)])
         samples = [sample for samples in found for sample in samples]
         if not samples:
-            raise RunError(
-                f"warm-up step {step}: none of {count} demonstrations could be used (see the warnings above)"
-            )
+            why = self._run.episodes.most_failed() if self._run.episodes.failing else "see the warnings above"
+            raise RunError(f"warm-up step {step}: none of {count} demonstrations could be used; {why}")
         return samples
 
     async def _demonstration(self, source: Source, step: int, index: int) -> tuple[Sample, ...]:
@@ -57,6 +57,7 @@ class WarmUp:
 
     async def _supervise(self, step: int, samples: Sequence[Sample]) -> None:
         run = self._run
+        run.waiting.stage("warm-up", step)
         await run.ship_warmup(step, samples)
         metrics = await run.link.report(step, "warmup")
         run.ledger.let_go(step)

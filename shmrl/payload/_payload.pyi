@@ -3,6 +3,20 @@ from typing import Any
 
 def check_ids(ids: Any, type_code: int, rows: int, k: int, limit: int) -> tuple[int, int]: ...
 def narrow(src: Any, type_code: int, dst: Any, dst_nbytes: int) -> None: ...
+def store_rows(
+    source: Any,
+    skip: int,
+    type_code: int,
+    shape: tuple[int, ...],
+    limit: int,
+    first: int,
+    dst: Any,
+    dst_nbytes: int,
+    at: int,
+    crcs: Any,
+    rows_per_crc: int,
+) -> tuple[int, int]: ...
+def copy_rows(source: Any, dst: Any, block_nbytes: int, crcs: Any) -> None: ...
 def check_kept(kept: Any, counts: Any, sampled: Any) -> int: ...
 def decode_base64(text: str | bytes, out: Any, start: int = 0, stop: int = -1) -> int: ...
 

@@ -7,8 +7,8 @@ Arrays come as C-contiguous buffers (numpy is not imported here); the Python cal
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
-from libc.stdlib cimport calloc, free
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
 
 
 cdef extern from "payload.h" nogil:
@@ -23,11 +23,24 @@ cdef extern from "payload.h" nogil:
 
     int srl_check_ids(const void *, srl_int_t, int64_t, int64_t, int64_t, uint32_t *, int64_t *)
     int srl_narrow(const void *, srl_int_t, int64_t, void *, int)
+    ctypedef struct srl_rows_t:
+        const void *source
+        int64_t skip, row_ids, k, limit, rows_per_crc
+        int base64, dst_nbytes
+        srl_int_t type
+
+    int srl_store_rows(const srl_rows_t *, int64_t, int64_t, uint8_t *, int64_t, uint32_t *, uint8_t *, uint32_t *,
+                       int64_t *)
+    int64_t srl_rows_scratch(const srl_rows_t *)
     int srl_check_kept(const int32_t *, const int32_t *, const int32_t *, int64_t, int64_t *)
     int64_t srl_base64_decode(const char *, int64_t, uint8_t *, int64_t, int64_t *)
     int srl_gather(const srl_block_t *, int64_t, const srl_copy_t *, int64_t, uint8_t *, int64_t, int64_t *)
     int64_t srl_count_bits(const uint8_t *, int64_t, int64_t)
     void srl_unpack_bits(const uint8_t *, int64_t, int64_t, uint8_t *)
+
+
+cdef extern from "arena_core.h" nogil:
+    void srl_copy_blocks(void *, const void *, uint64_t, uint64_t, uint32_t *)
 
 
 cdef class Buffer:
@@ -77,6 +90,65 @@ def narrow(object src, int type_code, object dst, int dst_nbytes):
         code = srl_narrow(source.view.buf, type_code, count, target.view.buf, dst_nbytes)
     if code:
         raise ValueError(f"cannot narrow type {type_code} to {dst_nbytes} bytes")
+
+
+def store_rows(object source, int64_t skip, int type_code, tuple shape, int64_t limit, int64_t first, object dst,
+               int dst_nbytes, int64_t at, object crcs, int64_t rows_per_crc):
+    """Positions first .. of `source`, as many as fit in `dst`, decoded, checked, narrowed and written in one pass.
+
+    source: text in base64 (str), of which `skip` bytes come first, or a buffer of ids. type_code: of the ids there.
+    shape: (n, L, K) of all of it. dst: writable, ids of dst_nbytes. at: where in the column dst begins; crcs: uint32
+    per rows_per_crc positions of the column, continued. Returns (0, -1), or (-errno, position): EINVAL with a
+    character, EDOM and EEXIST with a flat index from `first` on.
+    """
+    cdef Buffer target = Buffer(dst, True)
+    cdef Buffer sums = Buffer(crcs, True)
+    cdef Buffer ids = None
+    cdef srl_rows_t r
+    cdef Py_ssize_t length = 0
+    cdef int64_t where = -1
+    cdef int code
+    _, layers, k = shape
+    r.skip, r.row_ids, r.k, r.limit, r.rows_per_crc = skip, layers * k, k, limit, rows_per_crc
+    r.base64, r.dst_nbytes, r.type = isinstance(source, str), dst_nbytes, type_code
+    if r.row_ids < 1 or limit < 1 or rows_per_crc < 1:
+        raise ValueError(f"rows of {r.row_ids} ids below {limit}, {rows_per_crc} under a checksum")
+    cdef int64_t rows = target.view.len // (r.row_ids * dst_nbytes)
+    end = skip + (first + rows) * r.row_ids * abs(type_code)
+    if r.base64:
+        r.source = PyUnicode_AsUTF8AndSize(source, &length)
+        end = -(-end // 3) * 4
+    else:
+        ids = Buffer(source)
+        r.source, length = ids.view.buf, ids.view.len
+    if min(skip, first, at) < 0 or end > length or -(-(at + rows) // rows_per_crc) * 4 > sums.view.len:
+        raise ValueError(f"rows [{first}, {first + rows}) at {at} leave their source or the checksums")
+    cdef uint8_t *scratch = <uint8_t *> malloc(<size_t> srl_rows_scratch(&r))
+    cdef uint32_t *seen = <uint32_t *> calloc(<size_t> limit, sizeof(uint32_t))
+    if scratch == NULL or seen == NULL:
+        free(scratch)
+        free(seen)
+        raise MemoryError(f"no memory to mark {limit} ids")
+    with nogil:
+        code = srl_store_rows(&r, first, rows, <uint8_t *> target.view.buf, at, <uint32_t *> sums.view.buf, scratch,
+                              seen, &where)
+        free(scratch)
+        free(seen)
+    return code, where
+
+
+def copy_rows(object source, object dst, int64_t block_nbytes, object crcs):
+    """Bytes of `source` into `dst`, as long; crcs: uint32 of each block_nbytes of them."""
+    cdef Buffer bytes_ = Buffer(source)
+    cdef Buffer target = Buffer(dst, True)
+    cdef Buffer sums = Buffer(crcs, True)
+    cdef int64_t nbytes = bytes_.view.len
+    if block_nbytes < 1 or target.view.len != nbytes or -(-nbytes // block_nbytes) * 4 != sums.view.len:
+        told = f"{sums.view.len // 4} checksums of {block_nbytes} bytes"
+        raise ValueError(f"{nbytes} bytes into {target.view.len}, {told}")
+    with nogil:
+        srl_copy_blocks(target.view.buf, bytes_.view.buf, <uint64_t> nbytes, <uint64_t> block_nbytes,
+                        <uint32_t *> sums.view.buf)
 
 
 def check_kept(object kept, object counts, object sampled):

@@ -59,6 +59,8 @@ def numbers(value: Any, field: str, kinds: str) -> NDArray[Any]:
         raise PayloadError.of(field, f"not a rectangular array ({error})") from error
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
+    if not array.flags.aligned:  # what C reads by the element
+        array = array.copy()
     if array.dtype.kind in kinds or array.size == 0:
         return array if array.dtype.kind in kinds else array.astype("f4" if "f" in kinds else "i4")
     if array.dtype.kind == "O":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shmrl.arena.columns import rows_per_crc
 from shmrl.errors import PayloadError
 from shmrl.payload import _payload
 from shmrl.payload.branch import Branch
@@ -28,15 +29,20 @@ from shmrl.types import Sample
 if TYPE_CHECKING:
     from shmrl.arena import Arena
 
+ONE_PASS_FROM = 1 << 18
+"""Bytes of a column from which it is copied with its checksums, around the caches; a smaller one is still in them when
+the block is sealed."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """One column to write. fill(target) writes it into its place, an array of this dtype and shape in the block."""
+    """One column to write. fill(target) writes it into its place, an array of this dtype and shape in the block; where
+    it has taken the column's checksums on the way, it returns them."""
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    fill: Callable[[NDArray[Any]], None]
+    fill: Callable[[NDArray[Any]], NDArray[np.uint32] | None]
 
 
 def encode(
@@ -70,8 +76,8 @@ def encode(
     raw, base = header.pack()
     columns = [(c.name, base + c.offset, c.row_nbytes, c.shape[0]) for c in header.columns.values()]
     with arena.reserve(base + nbytes, tag=tag, timeout_s=timeout_s, on_full=on_full) as block:
-        _write(block.buffer, raw, base, arrays, header.columns)
-        handle = block.seal(columns=columns)
+        taken = _write(block.buffer, raw, base, arrays, header.columns)
+        handle = block.seal(columns=columns, taken=taken)
     return header.sample(handle)
 
 
@@ -84,14 +90,18 @@ def _full_meta(meta: Mapping[str, Any], tag: str) -> dict[str, Any]:
     return {**dict(zip(("run", "source", "group", "episode"), tag.split("/"), strict=False)), **meta}
 
 
-def _write(buffer: Any, raw: bytes, base: int, arrays: list[_Array], columns: dict[str, Column]) -> None:
-    """Header, then every column; no array over the buffer survives this function."""
+def _write(buffer: Any, raw: bytes, base: int, arrays: list[_Array], columns: dict[str, Column]) -> dict[str, bytes]:
+    """Header, then every column; checksums that were taken on the way. No array over the buffer survives this."""
+    taken: dict[str, bytes] = {}
     target = np.frombuffer(buffer, np.uint8)
     target[: len(raw)] = np.frombuffer(raw, np.uint8)
     for array in arrays:
         column = columns[array.name]
         first = base + column.offset
-        array.fill(target[first : first + column.nbytes].view(array.dtype).reshape(array.shape))
+        crcs = array.fill(target[first : first + column.nbytes].view(array.dtype).reshape(array.shape))
+        if crcs is not None:
+            taken[array.name] = crcs.tobytes()
+    return taken
 
 
 def _layout(
@@ -155,8 +165,15 @@ def _rows(name: str, rows: Rows, first: int, num_experts: int) -> list[_Array]:
 
 
 def _copied(name: str, source: NDArray[Any]) -> _Array:
-    def fill(target: NDArray[Any]) -> None:
-        target[...] = source
+    def fill(target: NDArray[Any]) -> NDArray[np.uint32] | None:
+        if source.nbytes < ONE_PASS_FROM or not source.flags.c_contiguous:
+            target[...] = source
+            return None
+        row_nbytes = source.nbytes // len(source)
+        step = rows_per_crc(row_nbytes)
+        crcs = np.empty(-(-len(source) // step), np.uint32)
+        _payload.copy_rows(source, target, step * row_nbytes, crcs)
+        return crcs
 
     return _Array(name, source.dtype, source.shape, fill)
 

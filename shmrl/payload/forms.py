@@ -1,17 +1,18 @@
-"""Engine wire forms -> arrays. One function per kind of value, each checking sizes before anything is kept.
+"""Routed experts in the forms that engines send -> arrays, sizes checked before anything is kept.
 
 Called by the env worker's `BranchBuilder` with what `shmrl.inference.client` received. vLLM sends routed experts as
-base64 of a .npy, SGLang as base64 of raw int32, proxies as a dict {data, shape, start, dtype}; heads and masks come as
-JSON lists. Base64 stays as it is until its rows are written into a block, in C, without the interpreter lock. Whatever
-is none of these is refused with its first bytes.
+base64 of a .npy, SGLang as base64 of raw int32, proxies as a dict {data, shape, start, dtype}. Base64 stays as it is
+until its rows are written into a block, in C, without the interpreter lock. Whatever is none of these is refused with
+its first bytes.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,6 @@ from numpy.typing import NDArray
 from shmrl.errors import PayloadError
 from shmrl.payload import _payload
 
-EXCLUDED = -9000.0
-"""Log-probabilities at or below this are -inf: vLLM's JSON has -9999.0 for tokens that could not be drawn."""
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_BASE64 = "k05VTVBZ"
 _BASE64 = re.compile(rb"[A-Za-z0-9+/]{48,}")
@@ -125,12 +124,13 @@ def _decode(text: str, group: int, out: NDArray[np.uint8]) -> None:
     stop = 4 * group + out.size // 3 * 4
     written = _payload.decode_base64(text, out, 4 * group, stop)
     if written < 0:
-        raise _not_base64(text, -1 - written)
+        raise not_base64(text, -1 - written)
     if written < out.size and stop < len(text):
-        raise _not_base64(text, stop - 1)  # padding before the end
+        raise not_base64(text, stop - 1)  # padding before the end
 
 
-def _not_base64(text: str, position: int) -> PayloadError:
+def not_base64(text: str, position: int) -> PayloadError:
+    """What to raise for a text with something else at `position`."""
     return PayloadError.of(
         "routing",
         f"not base64: {len(text)} characters, stopped at {position} ({text[position : position + 1]!r}); "
@@ -154,6 +154,13 @@ def _from_npy(text: str) -> Encoded:
         (int.from_bytes(head[8:10], "little"), 10) if head[6] == 1 else (int.from_bytes(head[8:12], "little"), 12)
     )
     raw = _decoded_start(text, body + size)[body:]
+    dtype, shape = _npy_layout(raw)
+    return _encoded(text, body + size, dtype, shape)
+
+
+@lru_cache(maxsize=64)
+def _npy_layout(raw: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """What the text of a .npy's header says. Answers of one length have the same, and parsing it takes long."""
     try:
         header = ast.literal_eval(raw.decode("latin1").strip())
         dtype, shape, fortran = np.dtype(header["descr"]), tuple(header["shape"]), header["fortran_order"]
@@ -161,7 +168,7 @@ def _from_npy(text: str) -> Encoded:
         raise PayloadError.of("routing", f"unreadable .npy header {raw[:64]!r}", value=raw[:64]) from error
     if fortran:
         raise PayloadError.of("routing", "the .npy is in Fortran order", value=header)
-    return _encoded(text, body + size, dtype, shape)
+    return dtype, shape
 
 
 def _from_dict(value: Mapping[str, Any]) -> tuple[NDArray[Any] | Encoded, int | None]:
@@ -190,7 +197,7 @@ def _decoded_start(text: str, nbytes: int) -> bytes:
 
 def _decoded_size(text: str) -> int:
     if len(text) % 4:
-        raise _not_base64(text, len(text))
+        raise not_base64(text, len(text))
     return len(text) // 4 * 3 - len(text[-2:]) + len(text[-2:].rstrip("="))
 
 
@@ -228,107 +235,3 @@ def _check_rows(rows: NDArray[Any] | Encoded, layers: int | None, top_k: int | N
     if not good:
         wanted = f"integers [n, {layers or 'L'}, {top_k or 'K'}]"
         raise PayloadError.of("routing", f"{rows.dtype} {rows.shape}, expected {wanted}", value=rows.shape)
-
-
-# --------------------------------------------------------------------------------------------------- heads and masks
-
-
-TopLogprobs = Sequence[tuple[Sequence[int], Sequence[float]]]
-"""(ids, log-probabilities) per sampled token, the sampled token first."""
-
-
-def logprobs_content(content: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float], TopLogprobs]:
-    """(token ids, logprobs, top logprobs) of `logprobs.content`.
-
-    Understands {"token": "token_id:N"} (vLLM 0.30) and {"token_id": N} (0.32). PayloadError where an entry has neither,
-    or a log-probability is null.
-    """
-    tops = [entry.get("top_logprobs") or [] for entry in content]
-    return (
-        [_entry_id(entry, at) for at, entry in enumerate(content)],
-        [_entry_logprob(entry, at) for at, entry in enumerate(content)],
-        [([_entry_id(e, at) for e in top], [_entry_logprob(e, at) for e in top]) for at, top in enumerate(tops)],
-    )
-
-
-def _entry_id(entry: Mapping[str, Any], position: int) -> int:
-    if entry.get("token_id") is not None:
-        return int(entry["token_id"])
-    token = entry.get("token")
-    if not isinstance(token, str) or not token.startswith("token_id:"):
-        raise PayloadError.of(
-            "logprobs",
-            f"no token id at position {position}: {token!r} (ask for return_tokens_as_token_ids)",
-            position,
-            value=token,
-        )
-    return int(token[9:])
-
-
-def _entry_logprob(entry: Mapping[str, Any], position: int) -> float:
-    value = entry.get("logprob")
-    if value is None:
-        raise PayloadError.of("logprobs", f"null at position {position}", position, value=None)
-    return float(value)
-
-
-def head_rows(top: TopLogprobs, sampled: Sequence[int] | None, k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """A head [S, k] of the plain top-k, or [S, k + 1] with the sampled token first when `sampled` is given.
-
-    An engine lists the sampled token first and then the others: k entries if it is among the top k, else k + 1.
-    -9999.0 becomes -inf. PayloadError for None and for rows that have too few entries.
-
-    Example: head_rows([([7, 2, 9], [-0.2, -2.1, -3.0])], [7], 3) -> [[7, 7, 2, 9]], [[-0.2, -0.2, -2.1, -3.0]]
-    """
-    ids = np.empty((len(top), k + (sampled is not None)), np.int32)
-    logprobs = np.empty(ids.shape, np.float32)
-    for at, (row, values) in enumerate(top):
-        ids[at], logprobs[at] = _head_row(row, values, None if sampled is None else sampled[at], k, at)
-    logprobs[logprobs <= EXCLUDED] = -np.inf
-    return ids, logprobs
-
-
-def _head_row(
-    ids: Sequence[int], logprobs: Sequence[float], sampled: int | None, k: int, at: int
-) -> tuple[list[int], list[float]]:
-    if len(ids) != len(logprobs) or len(ids) < k or len(ids) > k + 1:
-        raise PayloadError.of(
-            "head",
-            f"{len(ids)} ids and {len(logprobs)} logprobs at sampled row {at}, expected {k} or {k + 1}",
-            at,
-            value=len(ids),
-        )
-    for column, value in enumerate(logprobs):
-        if value is None:
-            raise PayloadError.of("head", f"None at position {(at, column)}", (at, column), value=None)
-    entries = list(zip(ids, logprobs, strict=True))
-    top = entries[1:] if len(entries) == k + 1 else sorted(entries, key=lambda entry: -entry[1])
-    if sampled is not None:
-        own = [entry for entry in entries if entry[0] == sampled][:1]
-        if not own:
-            raise PayloadError.of(
-                "head", f"the sampled token {sampled} is not in row {at}: {list(ids)}", at, value=sampled
-            )
-        top = own + top
-    return [entry[0] for entry in top], [entry[1] for entry in top]
-
-
-def mask_rows(sampling_mask: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(ids [sum], counts [S]) of `sampling_mask`, one list of kept ids per sampled token.
-
-    Example: mask_rows([[5, 9], [5], [7, 7, 2]]) -> [5, 9, 5, 7, 7, 2], [2, 1, 3]
-    """
-    for at, row in enumerate(sampling_mask):
-        if row is None or any(item is None for item in row):
-            raise PayloadError.of("mask", f"None at position {at}", at, value=None)
-    counts = np.fromiter((len(row) for row in sampling_mask), np.int32, len(sampling_mask))
-    ids = np.fromiter((item for row in sampling_mask for item in row), np.int32, int(counts.sum(dtype=np.int64)))
-    return ids, counts
-
-
-def mask_from_logprobs(top: TopLogprobs) -> list[list[int]]:
-    """The kept sets of an engine that reports none: the ids whose *processed* log-probability is not -inf, sorted.
-
-    Right only with processed log-probabilities and as many of them as top_k (vLLM 0.30; equal to 0.32's own mask).
-    """
-    return [sorted({int(i) for i, value in zip(ids, values, strict=True) if value > EXCLUDED}) for ids, values in top]

@@ -119,13 +119,32 @@ class Header:
             raw = msgpack.unpackb(data[_PREFIX.size : _PREFIX.size + size], use_list=False)
         except ValueError as error:
             raise PayloadError.of("header", f"{name}: unreadable ({error})") from error
-        base = align(_PREFIX.size + size)
-        columns = {c: Column(c, dtype, tuple(shape), base + offset) for c, dtype, shape, offset in raw.pop("columns")}
-        for column in columns.values():
-            if column.offset + column.nbytes > len(data):
-                raise PayloadError.of(column.name, f"{name}: column {column} ends behind its {len(data)} bytes")
-        prefix = tuple((Handle(handle), start, stop) for handle, start, stop in raw.pop("prefix"))
-        return cls(columns=columns, prefix=prefix, version=version, **raw)
+        return cls._of(raw, name, version, align(_PREFIX.size + size), len(data))
+
+    @classmethod
+    def _of(cls, raw: Any, name: str, version: int, base: int, nbytes: int) -> Header:
+        """The header of a decoded map: whatever it holds, an array that it names lies within the block."""
+        what = "the map"
+        try:
+            given = dict(raw)
+            what = "columns"
+            columns = {c: _column(c, dtype, shape, base + at, nbytes) for c, dtype, shape, at in given.pop("columns")}
+            what = "prefix"
+            prefix = tuple((Handle(handle), int(start), int(stop)) for handle, start, stop in given.pop("prefix"))
+            what = "its keys"
+            missing = sorted(_KEYS.keys() - given.keys())
+            if missing or len(given) > len(_KEYS):
+                raise ValueError(f"missing {missing}, unknown {sorted(map(str, given.keys() - _KEYS.keys()))}")
+            for what, kind in _KEYS.items():
+                if not isinstance(given[what], kind):
+                    raise TypeError(f"a {type(given[what]).__name__}")
+        except (KeyError, ValueError, TypeError) as error:
+            told = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+            raise PayloadError.of("header", f"{name}: {what} of the header cannot be read ({told})") from error
+        needed = {"tokens", "loss_mask", "logprobs", *(name for group in given["fields"] for name in _columns(group))}
+        if not needed <= columns.keys():
+            raise PayloadError.of("header", f"{name}: the header has no column {sorted(needed - columns.keys())}")
+        return cls(columns=columns, prefix=prefix, version=version, **given)
 
     def sample(self, handle: Handle) -> Sample:
         """The reference to this block's branch: what `encode` returned, and what a restarted run adopts."""
@@ -141,6 +160,28 @@ class Header:
             return ()
         shape = self.columns[field.name].shape[1:]
         return (*shape, self.num_experts) if field.dtype is None else shape
+
+
+_KEYS: dict[str, type] = {
+    "T": int, "S": int, "R": int, "start": int, "fields": tuple, "meta": dict, "layers": tuple, "num_experts": int,
+    "fingerprint": bytes,
+}  # fmt: skip
+
+
+def _columns(group: Any) -> list[str]:
+    """The columns that captured fields have; PayloadError for fields that this process does not know."""
+    fields = members(str(group))
+    return [name for field in fields for name in ([f"{field.name}/offsets"] * field.is_ragged + [field.name])]
+
+
+def _column(name: Any, dtype: Any, shape: Any, offset: Any, nbytes: int) -> Column:
+    """A column of a header, which lies within the block's `nbytes`. ValueError, TypeError."""
+    column = Column(name, dtype, tuple(shape), offset)
+    if not isinstance(name, str) or not shape or any(type(n) is not int or n < 0 for n in (*shape, offset)):
+        raise ValueError(f"{column}: a name, a type, sizes and an offset are expected")
+    if np.dtype(dtype).hasobject or column.offset + column.nbytes > nbytes:
+        raise ValueError(f"{column} ends behind the block's {nbytes} bytes")
+    return column
 
 
 def packed(field: str, value: Any) -> bytes:

@@ -15,43 +15,26 @@ from numpy.typing import ArrayLike, NDArray
 
 from shmrl.errors import MissingField, PayloadError
 from shmrl.payload.branch import Branch
-from shmrl.payload.forms import (
-    Encoded,
-    TopLogprobs,
-    engine_rows,
-    head_rows,
-    logprobs_content,
-    mask_from_logprobs,
-    mask_rows,
-    routed_experts,
-)
+from shmrl.payload.forms import Encoded, engine_rows, routed_experts
+from shmrl.payload.heads import Head, Heads, KeptSets
 from shmrl.payload.routing import Routing
 from shmrl.payload.sharing import Opening
 
-__all__ = [
-    "BranchBuilder",
-    "Generation",
-    "head_rows",
-    "logprobs_content",
-    "mask_from_logprobs",
-    "mask_rows",
-    "routed_experts",
-]
-
 
 class Generation(Protocol):
-    """What the builder reads of an engine's answer (`shmrl.inference.client.Generation` is one)."""
+    """What the builder reads of an engine's answer (`shmrl.inference.answers.Generation` is one). Heads and masks may
+    be lists."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
     @property
     def logprobs(self) -> Sequence[float]: ...
     @property
-    def top_logprobs(self) -> TopLogprobs | None: ...
+    def top_logprobs(self) -> Heads | Sequence[Head] | None: ...
     @property
     def routed_experts(self) -> Any: ...
     @property
-    def sampling_mask(self) -> Sequence[Sequence[int]] | None: ...
+    def sampling_mask(self) -> KeptSets | Sequence[Sequence[int]] | None: ...
     @property
     def weight_versions(self) -> Sequence[tuple[Any, int, int]]: ...
 
@@ -91,7 +74,7 @@ class BranchBuilder:
         self._routing = None if num_experts is None else Routing(num_experts, layers)
         self._covered = 0
         self._heads: list[tuple[Any, Any]] = []
-        self._mask: list[Sequence[int]] = []
+        self._kept: list[KeptSets] = []
         self._with_mask, self._vocab = mask, vocab
 
     @property
@@ -166,11 +149,10 @@ class BranchBuilder:
                 np.concatenate([np.empty((0, width), np.float32), *(logprobs for _, logprobs in self._heads)]),
             )
         if self._with_mask:
-            ids, kept = mask_rows(self._mask)
-            self._check_vocab("mask", ids)
+            kept = KeptSets.joined(self._kept)
             counts = np.zeros(len(loss), np.int32)
-            counts[loss] = kept
-            mask = (ids, counts)
+            counts[loss] = kept.counts
+            mask = (kept.ids, counts)
         routing, layers, experts = None, None, None
         if self._routing is not None:
             routing, layers, experts = (
@@ -220,20 +202,25 @@ class BranchBuilder:
     def _add_head(self, generation: Generation, new: list[int]) -> None:
         if not self._head_k:
             return
-        top = generation.top_logprobs or ()
-        if len(top) != len(new):
-            kind = PayloadError if top else MissingField
-            raise kind.of("head", f"{len(top)} rows for {len(new)} generated tokens", value=len(top))
-        rows = head_rows(top, new, self._head_k)
+        if generation.top_logprobs is None:
+            raise MissingField.of("head", f"none for {len(new)} generated tokens", value=None)
+        heads = Heads.of(generation.top_logprobs)
+        if len(heads) != len(new):
+            raise PayloadError.of("head", f"{len(heads)} rows for {len(new)} generated tokens", value=len(heads))
+        rows = heads.rows(new, self._head_k)
         self._check_vocab("head", rows[0])
         self._heads.append(rows)
 
     def _add_mask(self, generation: Generation, new: list[int]) -> None:
         """No mask: the engine restricted nothing, as far as it knows; `Branch` refuses that on truncated sources."""
-        kept = generation.sampling_mask
-        if kept is not None and len(kept) != len(new):
+        if not self._with_mask:
+            return
+        given = generation.sampling_mask
+        kept = KeptSets.unrestricted(len(new)) if given is None else KeptSets.of(given)
+        if len(kept) != len(new):
             raise PayloadError.of("mask", f"{len(kept)} kept sets for {len(new)} generated tokens", value=len(kept))
-        self._mask += [()] * len(new) if kept is None else kept
+        self._check_vocab("mask", kept.ids)
+        self._kept.append(kept)
 
     def _check_vocab(self, field: str, ids: ArrayLike) -> None:
         """An id beyond the model's vocabulary would be an index out of range in a rank, far from its cause."""

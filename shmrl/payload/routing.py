@@ -8,6 +8,7 @@ Nothing is copied here: `Stitched` knows where every row is, and `encode` has th
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shmrl.arena.columns import rows_per_crc
 from shmrl.errors import PayloadError
-from shmrl.payload.checks import check_ids, numbers
-from shmrl.payload.forms import Encoded
+from shmrl.payload import _payload
+from shmrl.payload.checks import check_ids, numbers, type_code
+from shmrl.payload.forms import Encoded, not_base64
 from shmrl.payload.registry import narrow_dtype
 
 
@@ -66,29 +69,41 @@ class Stitched:
         self.fill(out, start)
         return out
 
-    def fill(self, target: NDArray[Any], start: int = 0) -> None:
-        """Rows start .. start + len(target) into `target`, C-contiguous, of this type.
+    def fill(self, target: NDArray[Any], start: int = 0) -> NDArray[np.uint32]:
+        """Rows start .. start + len(target) into `target`, C-contiguous, of this type; their checksums, as the arena
+        has them of a column that is `target`.
 
         PayloadError for base64 that is none, and for ids that the model does not have or that repeat in their row.
         """
+        step = rows_per_crc(max(1, target.dtype.itemsize * target.shape[1] * target.shape[2]))
+        crcs = np.zeros(-(-len(target) // step), np.uint32)
         for piece in self._pieces:
             low, high = max(piece.first, start), min(piece.last, start + len(target))
             if low < high:
-                self._write(piece, low, target[low - start : high - start])
+                self._write(piece, low, target[low - start : high - start], low - start, crcs, step)
+        return crcs
 
-    def _write(self, piece: _Piece, low: int, target: NDArray[Any]) -> None:
+    def _write(
+        self, piece: _Piece, low: int, target: NDArray[Any], at: int, crcs: NDArray[np.uint32], step: int
+    ) -> None:
+        """Rows of a piece from token `low` on into `target`, which is at row `at` of its column."""
         offset = piece.offset + low - piece.first
-        rows: NDArray[Any]
-        if not isinstance(piece.rows, Encoded):
-            rows = piece.rows[offset : offset + len(target)]
-        elif piece.rows.dtype == self.dtype:
-            piece.rows.into(target, offset)
-            check_ids("routing", target, self.num_experts, low)
-            return
-        else:
-            rows = numbers(piece.rows.rows(offset, offset + len(target)), "routing", "iu")
-        check_ids("routing", rows, self.num_experts, low)
-        target[...] = rows
+        rows = piece.rows
+        if isinstance(rows, Encoded) and not rows.dtype.isnative:
+            rows, offset = numbers(rows.rows(offset, offset + len(target)), "routing", "iu"), 0
+        source, skip = (rows.text, rows.skip) if isinstance(rows, Encoded) else (np.ascontiguousarray(rows), 0)
+        code, where = _payload.store_rows(
+            source, skip, type_code(rows.dtype), rows.shape, self.num_experts, offset, target, target.itemsize, at,
+            crcs, step,
+        )  # fmt: skip
+        if code == -errno.EINVAL:
+            assert isinstance(rows, Encoded)
+            raise not_base64(rows.text, where)
+        if code:
+            row = where // (rows.shape[1] * rows.shape[2])
+            bad = slice(offset + row, offset + row + 1)
+            check_ids("routing", rows.rows(bad.start, bad.stop) if isinstance(rows, Encoded) else rows[bad],
+                      self.num_experts, low + row)  # fmt: skip
 
 
 class Routing:

@@ -5,7 +5,7 @@
              crc32c], ...]; offsets count from the first aligned byte behind the index
     blocks   each as it is in the arena, 64-byte aligned
 
-`write` is what `shmrl replay export` calls, attached to the arena of a run. `StepFile` needs neither an arena nor a
+`write` is what `shmrl replay export` calls, with the blocks of a run. `StepFile` needs neither an arena nor a
 server: it stands where an arena does for `assemble`. Nothing in a file is trusted, and none is read with pickle.
 """
 
@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgpack
@@ -30,7 +29,7 @@ from shmrl.payload.wireform import micro_batches_from_wire, micro_batches_to_wir
 from shmrl.types import Handle, MicroBatch
 
 if TYPE_CHECKING:
-    from shmrl.arena import Arena
+    from shmrl.payload.header import Blocks
 
 FORMAT_VERSION = 1
 _PREFIX = struct.Struct("<8sIIQQ")
@@ -43,7 +42,7 @@ Place = tuple[int, int]
 """(rank, number): micro batch `number` of what `rank` got."""
 
 
-def write(path: Path, arena: Arena, run: str, step: int, micro_batches: Mapping[Place, MicroBatch]) -> int:
+def write(path: Path, arena: Blocks, run: str, step: int, micro_batches: Mapping[Place, MicroBatch]) -> int:
     """Write these micro batches of a step with their blocks; the file's size in bytes. It appears at once, complete.
 
     Raises LostPayload (a block is gone: which, whose), RunError (the file cannot be written).
@@ -156,9 +155,7 @@ class StepFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

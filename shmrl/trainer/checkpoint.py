@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shmrl.config import RunTree
-from shmrl.config.tables import Checkpoint
-from shmrl.errors import RunError
+from shmrl.config.training import Checkpoint
+from shmrl.errors import RunError, told
 from shmrl.trainer import lora
 from shmrl.trainer.parallel import Ranks
 from shmrl.trainer.policy import Policy
@@ -140,6 +140,5 @@ def _loaded(file: Path, load: Callable[[Path], Any]) -> Any:
         return load(file)
     except Exception as error:
         raise RunError(
-            f"{file} cannot be read ({type(error).__name__}: {error}): remove {file.parent} to resume from the "
-            "checkpoint before it"
+            f"{file} cannot be read ({told(error)}): remove {file.parent} to resume from the checkpoint before it"
         ) from error

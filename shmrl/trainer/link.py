@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -30,13 +31,20 @@ class OrchestratorLink:
     """Connects to `address` and says `hello()` there, again after every reconnection.
 
     `patience_s`: how long an orchestrator may stay away, at first and after it has vanished; under a launcher that does
-    not start it again (`returning`) the latter is 30 s.
+    not start it again (`returning`) the latter is 30 s, or until the file `given_up` appears.
     """
 
     def __init__(
-        self, address: str, hello: Callable[[], dict[str, Any]], patience_s: float, *, returning: bool = False
+        self,
+        address: str,
+        hello: Callable[[], dict[str, Any]],
+        patience_s: float,
+        *,
+        returning: bool = False,
+        given_up: Path | None = None,
     ) -> None:
         self._address, self._hello, self._patience_s, self._returning = address, hello, patience_s, returning
+        self._given_up = given_up
         self._context = zmq.Context()
         self._away_since: float | None = time.monotonic()
         self._open()
@@ -67,6 +75,8 @@ class OrchestratorLink:
                 self._connection(recv_monitor_message(self._monitor)["event"])
             elif self._away_since is not None and time.monotonic() - self._away_since > self._patience_s:
                 raise RunError(f"no orchestrator at {self._address} for {self._patience_s:g} s")
+            elif self._given_up is not None and self._given_up.exists():
+                raise RunError(f"no orchestrator will come back to {self._address}")
 
     def _connection(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -7,6 +7,7 @@ stands at its last checkpoint: the orchestrator sends it the steps since then on
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import signal
@@ -20,10 +21,12 @@ from shmrl.arena import Arena
 from shmrl.arena.pinning import Pinned
 from shmrl.config import RunTree
 from shmrl.config.rundir import latest_checkpoint
-from shmrl.config.tables import Trainer
+from shmrl.config.training import Trainer
 from shmrl.errors import RunError
 from shmrl.inference.vllm.plugin.shmrl_broadcast import Sender
+from shmrl.monitor import exposition
 from shmrl.node.host import read_token, require_arena
+from shmrl.node.published import Addresses
 from shmrl.payload import micro_batches_from_wire
 from shmrl.trainer import checkpoint, lora, weights
 from shmrl.trainer.link import OrchestratorLink
@@ -52,6 +55,16 @@ def main(tree: RunTree, resume: bool) -> int:
     return 0
 
 
+def _orchestrator(tree: RunTree) -> str:
+    """Where the orchestrator is; on another node it says so itself. RunError when it does not in time."""
+    if tree.trainer_address.startswith("ipc://"):
+        return tree.trainer_address
+    assert tree.job is not None
+    addresses, timeout_s = Addresses(tree.job), tree.orchestrator.connect_timeout_s
+    waiting = addresses.awaited(lambda: addresses.of("trainer"), 1, timeout_s, "orchestrators")
+    return asyncio.run(waiting)[0].address
+
+
 class RankLoop:
     """One rank's state between messages: the policy, its optimizer, and how many steps are complete."""
 
@@ -70,13 +83,17 @@ class RankLoop:
         self._metrics: dict[str, float] = {}  # of the last step
         if saved is not None:
             self._metrics = checkpoint.restore(tree, ranks, saved, self._policy, self._stepper.optimizer)
+        exposition.also(lambda: {"trainer/step": self.step, **self._metrics})
         self._saved = self.step
         self._state: dict[str, Any] = {}  # the orchestrator's part of the next checkpoint
         self._token = read_token(tree.arena)
         broadcasts = ranks.rank == 0 and tree.inference.weight_transfer == "broadcast"
         self._sender = Sender(ranks.device) if broadcasts else None
         patience_s, returning = tree.orchestrator.connect_timeout_s, tree.run.restarts.orchestrator > 0
-        self._link = OrchestratorLink(tree.trainer_address, self._hello, patience_s, returning=returning)
+        given_up = None if tree.job is None else tree.given_up
+        self._link = OrchestratorLink(
+            _orchestrator(tree), self._hello, patience_s, returning=returning, given_up=given_up
+        )
 
     def _hello(self) -> dict[str, Any]:
         """Who this is and where it stands; rank 0 repeats its last report, which may have been lost with a process."""
@@ -96,7 +113,7 @@ class RankLoop:
         """Answer messages until `finish`."""
         handlers = {"warmup": self._warm_up, "begin": self._begin, "step": self._step}
         try:
-            while (message := self._link.receive())["kind"] != "finish":
+            while (message := self._next())["kind"] != "finish":
                 if message["kind"] not in handlers:
                     raise RunError(f"the orchestrator sent {message['kind']!r}, expected one of {sorted(handlers)}")
                 handlers[message["kind"]](message)
@@ -109,6 +126,15 @@ class RankLoop:
             self._stepper.close()
             if self._pinned is not None:
                 self._pinned.close()
+
+    def _next(self) -> dict[str, Any]:
+        """The next message. Where the launcher grants the time, the last step is saved when there will be none."""
+        try:
+            return self._link.receive()
+        except RunError:
+            if self._tree.job is not None:
+                self._save()
+            raise
 
     # ------------------------------------------------------------------------------------------------------ messages
 

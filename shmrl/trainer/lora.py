@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shmrl.config.tables import Lora
+from shmrl.config.training import Lora
 from shmrl.errors import RunError
 
 

@@ -1,8 +1,9 @@
 """The losses: what one sampled token contributes, summed over a micro batch; the caller divides by the step's tokens.
 
 r = exp(d), d = logp of the trainer - logp of the sampler, decided in log space. `icepop` drops tokens whose ratio
-leaves [alpha, beta]; `cispo` clips the detached weight; `ppo` clips the surrogate; `custom` is any `module:function`.
-Score centering (arXiv:2609.20807) subtracts the expected score under the sampler, the ratio's weight inside the sum.
+leaves [alpha, beta]; `ipo` those whose probability moved by more than eps; `cispo` clips the detached weight; `ppo`
+clips the surrogate; `custom` is any `module:function`. Score centering (arXiv:2609.20807) subtracts the expected score
+under the sampler, the ratio's weight inside the sum.
 Called by `step` in a trainer rank.
 """
 
@@ -78,6 +79,8 @@ def make_loss(config: Loss) -> LossFn:
     """The configured loss. ConfigError when a custom path does not resolve to a function."""
     if config.kind == "custom":
         return _custom(config)
+    if config.kind == "ipo":
+        return _ipo(config)
     loss = {"icepop": _icepop, "cispo": _cispo, "ppo": _ppo}[config.kind](config)
     return _centered(loss) if config.score_centering else loss.__call__
 
@@ -103,6 +106,16 @@ def _icepop(config: Loss) -> _Ratio:
         return torch.where(keep, torch.where(keep, d, 0.0).exp(), 0.0)
 
     return _Ratio(lambda d, logp, advantage: -advantage * weigh(d, advantage), weigh)
+
+
+def _ipo(config: Loss) -> LossFn:
+    def ipo(x: LossInputs) -> LossOutput:
+        moved = x.logprobs.detach().exp() - x.sampler_logprobs.exp()
+        masked = moved.abs() > config.eps
+        d = torch.where(masked, 0.0, x.logprobs - x.sampler_logprobs).clamp(max=_MAX_LOG)
+        return LossOutput((-x.advantages * torch.where(masked, 0.0, d.exp())).sum(), masked)
+
+    return ipo
 
 
 def _cispo(config: Loss) -> _Ratio:
@@ -164,8 +177,10 @@ def center(x: LossInputs, weigh: Weigh) -> Tensor:
 
 def _repeated(ids: Tensor) -> Tensor:
     """bool [S, K]: True where an earlier column of the row holds the same id."""
-    same = ids[:, :, None] == ids[:, None, :]
-    return same.tril(-1).any(-1)
+    ordered, column = ids.sort(dim=1, stable=True)
+    again = torch.zeros_like(ids, dtype=torch.bool)
+    again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return torch.zeros_like(again).scatter(1, column, again)
 
 
 def supervised(x: LossInputs) -> LossOutput:

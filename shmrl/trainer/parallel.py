@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shmrl.config.tables import Trainer
+from shmrl.config.training import Trainer
 from shmrl.trainer.policy import Policy
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from shmrl.arena import Arena
 from shmrl.config import RunTree
 from shmrl.errors import ChecksumError, LostPayload, RunError, StaleHandle
+from shmrl.monitor.watchdog import progress
 from shmrl.node.blocks import StepBlocks
 from shmrl.node.host import read_token
 from shmrl.payload import TensorBatch, assemble
@@ -89,7 +90,7 @@ class Stepper:
         nodes: where blocks of other nodes are served, by `Handle.origin`.
         """
         began = time.monotonic()
-        share = self._assemble(step, self._blocks.here(micro_batches, nodes or {}))
+        share = self._assemble(step, micro_batches, nodes or {})
         assembled = time.monotonic()
         self._blocks.done(micro_batches)
         for index in range(len(share.work)):
@@ -111,11 +112,13 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------------------ assemble
 
-    def _assemble(self, step: int, micro_batches: list[MicroBatch]) -> _Share:
+    def _assemble(self, step: int, micro_batches: list[MicroBatch], nodes: Mapping[str, str]) -> _Share:
         """Read every micro batch, then agree: which are lost anywhere, and how many loss tokens remain everywhere."""
         share = _Share()
         mine = torch.zeros(2, len(micro_batches), dtype=torch.int64)  # lost, loss tokens
-        read = [self._read(index, micro_batch, share) for index, micro_batch in enumerate(micro_batches)]
+        with progress(f"rank {self._ranks.rank}", f"reading step {step}", self._tree.trainer.stall_timeout_s):
+            micro_batches = self._blocks.here(micro_batches, nodes)
+            read = [self._read(index, micro_batch, share) for index, micro_batch in enumerate(micro_batches)]
         for index, batch in enumerate(read):
             mine[:, index] = torch.tensor([1, 0] if batch is None else [0, int(batch.loss_mask.sum())])
         everywhere = torch.zeros(self._ranks.world, *mine.shape, dtype=torch.int64)

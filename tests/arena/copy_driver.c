@@ -62,6 +62,25 @@ static void fill(size_t n, size_t to, size_t from, bool hot, bool checksum) {
         check_tail(p, n, tail, crc);
 }
 
+/* Rows of a column, with a crc for each `block` bytes; block 0: none, as a gather copies. */
+static void copy(size_t n, size_t to, size_t from, size_t block) {
+    static uint32_t crcs[2 * BIG / 256];
+    unsigned char *p = target + GUARD + to;
+    memset(target, 0xa5, GUARD + to + n + GUARD);
+    if (block)
+        srl_copy_blocks(p, source + from, n, block, crcs);
+    else
+        srl_copy_around(p, source + from, n);
+    if (memcmp(p, source + from, n))
+        differs("copied bytes", n, to, from);
+    for (size_t i = 0; i < GUARD; i++)
+        if (target[to + i] != 0xa5 || p[n + i] != 0xa5)
+            differs("guard of a copy", n, to, from);
+    for (size_t at = 0; block && at < n; at += block)
+        if (crcs[at / block] != slow_crc(p + at, n - at < block ? n - at : block))
+            differs("crc of copied rows", n, to, from);
+}
+
 int main(void) {
     static const size_t sizes[] = {0,
                                    1,
@@ -86,6 +105,13 @@ int main(void) {
                 fill(sizes[i], off & ~(size_t)7, off * 5 % 64, how & 1, how & 2); /* a tail is aligned to 8 */
     for (size_t off = 0; off < 64; off++) /* the streaming copy takes a destination at any byte */
         fill(BIG, off, 63 - off, false, false);
+    static const size_t blocks[] = {0, 256, 512, 1000, 1024, 65280, SRL_PAGE, BIG};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (size_t b = 0; b < sizeof blocks / sizeof *blocks; b++)
+            for (size_t off = 0; off<128; off += sizes[i]> SRL_PAGE ? 32 : 16)
+                copy(sizes[i], off, off * 5 % 64, blocks[b]);
+    for (size_t off = 0; off < 64; off++)
+        copy(BIG - off, off, 63 - off, 0);
     puts("ok");
     return 0;
 }

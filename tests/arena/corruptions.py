@@ -11,7 +11,7 @@ import mmap
 import random
 import sys
 
-from shmrl.arena import Arena, commands, files, inspect, render
+from shmrl.arena import Arena, commands, files, inspect, overview, render
 from shmrl.errors import ArenaError
 from tests.arena import layout
 
@@ -129,7 +129,7 @@ def inspect_it(scene, arena, rng):
     with inspect.look(address) as seen:
         rng.choice((seen.fsck, seen.events, lambda: list(seen.rows(inspect.Filter(), "size"))))()
     render.stats(commands.stats(address))
-    render.top(commands.top(address))
+    overview.top(commands.top(address))
 
 
 def collect(scene, arena, rng):

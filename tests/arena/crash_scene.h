@@ -260,6 +260,9 @@ static void shipped_to_2(srl_arena *a) {
 static void shipped_to_1(srl_arena *a) {
     srl_ship(&me, ON(scene[5]), 1, 7);
 }
+static void freed_by_its_reader(srl_arena *a) { /* its descriptor is the next to be taken, and has the reader's bit */
+    shipped_to_1(a), srl_done(&me, ON(scene[5]), 3);
+}
 static void orphaned(srl_arena *a) {
     a->h->orphan_ttl_ns = 1;
     srl_arena gone = me;
@@ -418,6 +421,7 @@ static const operation operations[] = {
     {"put-pages", nothing, do_put_pages, false},
     {"put-new-class", nothing, do_put_new_class, false},
     {"put-empty", nothing, do_put_empty, false},
+    {"put-where-one-was-read", freed_by_its_reader, do_put, false},
     {"put-free-cycle", nothing, do_cycle, false},
     {"put-free-adopted", freeing, do_pick_up, false},
     {"fragments", nothing, do_fragments, false},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shmrl.arena import Arena, commands, inspect, render
+from shmrl.arena import Arena, commands, inspect, overview, render
 from shmrl.errors import ArenaFull, ForeignArena, StaleHandle
 
 LOCK, USED = 192, 256  # offsets of srl_header.lock and used_bytes
@@ -36,6 +36,15 @@ def reader(address, text):
 
     with Arena.attach(address) as arena, arena.get(Handle.parse(text)):
         print("reading", flush=True)
+        sys.stdin.readline()
+
+
+def rank(address):
+    from setproctitle import setproctitle
+
+    setproctitle("shmrl:trainer:1")
+    with Arena.attach(address):
+        print("attached", flush=True)
         sys.stdin.readline()
 
 
@@ -100,7 +109,7 @@ def test_top_orders_by_bytes(arena):
     (row,) = commands.top(arena.address, 2)
     assert [one["source"] for one in row["source"]] == ["s5", "s3", "(1 others)"]
     assert [one["tag"] for one in row["largest"]] == ["run/s5/g", "run/s3/g"]
-    text = render.top([row])
+    text = overview.top([row])
     assert text.index("s5") < text.index("s3")
     arena.free(handles)
 
@@ -227,7 +236,7 @@ def test_bad_arguments_are_usage_errors():
     assert shmrl("fsck", "nowhere").returncode == 2
     done = shmrl("tail", "shm:" + "0" * 32)
     assert done.returncode == 1
-    assert done.stderr.startswith("shmrl: ForeignArena")
+    assert done.stderr.startswith("shmrl: error: ")
 
 
 def test_follow_prints_what_happens_until_the_arena_is_gone(arena):
@@ -287,9 +296,9 @@ def test_spilled_blocks_are_told_apart(tmp_path):
         size = "1.1 MiB"
         assert arena.stats()["spilled_bytes"] == pytest.approx(2 * 600_000, rel=1e-3)
         (listed,) = commands.ls(arena.address)
-        assert render.ls([listed]).splitlines()[1].split()[-4:] == ["1.0", "MiB", *size.split()]
+        assert render.ls([listed]).splitlines()[1].split()[-5:-1] == ["1.0", "MiB", *size.split()]
         assert f"2 spilled ({size}), 0 waits" in render.stats(commands.stats(arena.address))
-        assert f"3 blocks, 0 orphans, 2 spilled ({size})" in render.top(commands.top(arena.address)).splitlines()[0]
+        assert f"3 blocks, 0 orphans, 2 spilled ({size})" in overview.top(commands.top(arena.address)).splitlines()[0]
         rows = list(commands.blocks(arena.address, inspect.Filter(state="spilled")))
         assert [row["tag"] for row in rows] == ["run/s/g/1", "run/s/g/2"]
         assert "600000 (640.0 KiB of the arena)" in render.holders(commands.holders(str(handles[0]), arena.address))
@@ -302,7 +311,7 @@ def test_blocks_of_old_steps_and_of_the_dead_are_suspects(arena, helper):
     old, new = arena.put(b"x", tag="run/old"), arena.put(b"x", tag="run/new")
     arena.ship(old, readers=1, step=3)
     arena.ship(new, readers=1, step=6)
-    assert commands.top(arena.address)[0]["suspects"] == {"blocks": 0, "rows": []}
+    assert commands.top(arena.address)[0]["suspects"] == {"blocks": 0, "bytes": 0, "rows": []}
     arena.ship(new, readers=1, step=7)
     other = helper(reader, arena.address, new)
     other.line()
@@ -312,6 +321,39 @@ def test_blocks_of_old_steps_and_of_the_dead_are_suspects(arena, helper):
     assert found == {"run/old": ["shipped 4 steps ago"], "run/new": ["a reader is dead, not swept yet"]}
     arena.sweep()
     arena.free([old, new])
+
+
+def test_blocks_that_a_run_retains_are_no_suspects(arena, helper):
+    """A shipper is the last reader of its blocks, behind the ranks: those of a retained step wait for it alone."""
+    trainer = helper(rank, arena.address)
+    trainer.line()
+    kept, lost, behind, new = (arena.put(bytes(5000), tag=f"run/{name}") for name in ("kept", "lost", "behind", "new"))
+    arena.ship([kept, lost, behind], readers=3, step=3)
+    arena.ship(new, readers=3, step=9)
+    for handle, readers in ((kept, (0, 1)), (lost, (1, 2)), (behind, (1,))):  # ranks are 0 and 1, the shipper is 2
+        for one in readers:
+            arena.done(handle, reader=one)
+    (row,) = commands.top(arena.address)
+    assert row["kept"] == {
+        "blocks": 1,
+        "bytes": next(one["span_bytes"] for one in arena.ls() if one["tag"] == "run/kept"),
+    }
+    assert {one["tag"] for one in row["suspects"]["rows"]} == {"run/lost", "run/behind"}
+    assert "  kept: 1 blocks of old steps, 5.0 KiB: " in overview.top([row])
+    trainer.say()
+    arena.free([kept, lost, behind, new])
+
+
+def test_which_of_several_arenas_is_asked_for_by_run(arena):
+    with Arena.create(capacity="2MiB", run_id="another") as other:
+        handle = other.put(b"x", tag="another/a")
+        with pytest.raises(ForeignArena, match=f"live arenas, give the address of one: .*{other.address} .run another"):
+            commands.tail()
+        assert f"of {other.address} (run another)" in render.holders(commands.holders(str(handle)))
+        other.free(handle)
+        with pytest.raises(StaleHandle, match=f"of {other.address} .run another. is gone"):
+            commands.holders(str(handle))
+        other.unlink()
 
 
 def test_ls_filters_sorts_and_limits(arena):
@@ -378,3 +420,37 @@ def test_a_ctl_cut_short_is_refused(tmp_path):
             found = shmrl("stats", f"file:{copy}")
             assert (found.returncode, message in found.stderr, "Traceback" in found.stderr) == (1, True, False)
         arena.unlink()
+
+
+def test_ls_says_what_may_be_deleted_and_top_what_may_leak(arena, helper):
+    assert "nothing is to be deleted" in render.ls([{**one, "state": "alive"} for one in commands.ls()])
+    dead = {**commands.ls()[0], "state": "dead", "committed_bytes": 3 << 20}
+    assert render.ls([dead]).splitlines()[-1] == (
+        "1 dead, holding 3.0 MiB: no process is attached, `shmrl arena gc` removes them"
+    )
+    handle = arena.put(bytes(1 << 16), tag="run/math/g")
+    (row,) = commands.top(arena.address)
+    _, memory, leaks, *_ = overview.top([row]).splitlines()
+    assert memory.startswith("  memory: most is of source math 100%, and of holder ")
+    assert leaks.startswith("  leaks: none suspected")
+    suspect = {
+        "blocks": 2,
+        "bytes": 9 << 16,
+        "rows": [{**row["largest"][0], "why": ["an orphan"], "missing": {"count": 0}}],
+    }
+    assert "  leaks: 2 blocks are suspects, 576.0 KiB: below the oldest 1, with why" in overview.top(
+        [{**row, "suspects": suspect}]
+    )
+    arena.free(handle)
+
+
+def test_what_an_exception_leaves_is_gone_at_once(tmp_path):
+    with pytest.raises(ZeroDivisionError), Arena.create("2MiB") as made:
+        1 / 0  # noqa: B018
+    with pytest.raises(ForeignArena):
+        Arena.attach(made.address)
+    with Arena.create("2MiB") as kept:
+        with pytest.raises(ZeroDivisionError), Arena.attach(kept.address):
+            1 / 0  # noqa: B018
+        Arena.attach(kept.address).close()  # who only attached leaves it alone
+        kept.unlink()

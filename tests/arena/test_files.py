@@ -193,4 +193,11 @@ def test_doctor_finds_the_machine_able():
     for backing in ("shm", "memfd"):
         huge = findings[f"huge pages, {backing}"]
         assert "(4.0 MiB tried)" in huge["detail"] if huge["status"] == "ok" else "became huge pages" in huge["fix"]
-    assert len(doctor.render(list(findings.values())).splitlines()) >= len(findings)
+
+
+def test_doctor_only_looks(monkeypatch):
+    """Dead arenas are what an operator asks it about: they stay until `gc`, or until the next arena is made."""
+    removed = []
+    monkeypatch.setattr(files, "remove_if_dead", removed.append)
+    assert "dead holding" in {one["name"]: one for one in doctor.doctor()}["arenas"]["detail"]
+    assert removed == []

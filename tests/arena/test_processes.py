@@ -500,3 +500,10 @@ def test_a_role_is_named_by_its_title_and_anything_else_by_its_script(arena):
     finally:
         for process in processes:
             process.communicate("\n")
+
+
+def test_a_refusal_says_what_rounding_adds(arena):
+    for _ in range(1023):
+        arena.put(bytes(40_000), tag="run/a", checksum=False)  # a page of 64 KiB each
+    with pytest.raises(ArenaFull, match=r"no room for 68\.4 KiB \(128\.0 KiB of the arena\) after"):
+        arena.put(bytes(70_000), on_full="raise")

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import struct
 import sys
 import threading
@@ -9,7 +10,7 @@ import time
 
 import pytest
 
-from shmrl.arena import Arena, Handle, commands, inspect, render
+from shmrl.arena import Arena, Handle, commands, inspect, overview, render
 from shmrl.arena.waiting import Waiting
 from shmrl.errors import ArenaCorrupt, ArenaFull
 from shmrl.units import parse_shares
@@ -316,8 +317,10 @@ def test_statistics_by_source_have_share_and_borrowed(shared):
 def test_top_shows_shares_and_who_waits(shared, helper):
     fill(shared, "math"), fill(shared, "code")
     other = waiting(shared, helper, "math")
-    told = render.top(commands.top(shared.address, 1))
-    assert "\n  1 processes wait for space, the first for " in told
+    told = overview.top(commands.top(shared.address, 1))
+    (line,) = [line for line in told.splitlines() if "waiting for space" in line]
+    assert re.fullmatch(rf"  waiting for space: .*\({other.process.pid}\) for \d+\.\d s, wants 4\.0 MiB", line), line
+    assert "leaks: none by rule, but somebody waits: " in told
     rows = [line.split() for line in told.splitlines()]
     assert ["SOURCE", "BYTES", "BLOCKS", "SHARE", "BORROWED"] in rows
     assert ["math", "56.0", "MiB", "14", "32.0", "MiB", "24.0", "MiB"] in rows

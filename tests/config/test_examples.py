@@ -11,6 +11,7 @@ import pytest
 
 from shmrl.arena import memory
 from shmrl.config import load_run
+from shmrl.launcher import slurm
 from shmrl.launcher.run import dry_run
 from tests.support.runs import free_ports
 
@@ -30,6 +31,7 @@ DENSE = {"model_type": "qwen3", "num_hidden_layers": 28, "vocab_size": 151936, "
 # model, bytes per token (tokens 12.2, routing 48 x 8, head 16 x 8, mask 4 + 64 x 4), episodes x tokens in flight
 EXPECTED = {
     "qwen3-30b-a3b": (MOE, "784.2", "6.1 GiB in flight (1,024 episodes x 8,192 tokens"),
+    "qwen3-30b-a3b-6-nodes": (MOE, "784.2", "3.1 GiB in flight (512 episodes x 8,192 tokens"),
     "qwen3-0.6b": (DENSE, "400.2", "800.4 MiB in flight (512 episodes x 4,096 tokens"),
     "qwen3-0.6b-lora": (DENSE, "400.2", "800.4 MiB in flight (512 episodes x 4,096 tokens"),
 }
@@ -57,8 +59,28 @@ def test_it_passes_a_dry_run_with_its_budget(name, tmp_path, monkeypatch, capsys
         "inference.port": port + 1,
     }
     tree = load_run([EXAMPLES / f"{name}.toml"], {key: str(value) for key, value in flags.items()})
-    assert dry_run(tree) == 0
+    assert (slurm.dry_run(tree, slurm=True) if tree.deployment.several else dry_run(tree)) == 0
     printed = capsys.readouterr().out
     assert f"bytes per token: {per_token} (" in printed
     assert f"at most {in_flight}" in printed
-    assert re.search(rf"^trainer +{tree.trainer.ranks} ", printed, re.MULTILINE)
+    assert re.search(rf"^trainer +{tree.trainer.ranks // tree.deployment.trainer_nodes} ", printed, re.MULTILINE)
+    assert ("#SBATCH --nodes=6\n" in printed) == tree.deployment.several
+
+
+@pytest.mark.parametrize(("name", "env_id"), [("v1", "verifiers:reverse-text-v1"), ("v0", "legacy:reverse-text-v0")])
+def test_verifiers_examples_pass_it_where_their_interpreter_has_what_they_need(name, env_id, tmp_path, capsys):
+    file = EXAMPLES.parent / "debug" / "verifiers" / f"{name}.toml"
+    compile((file.parent / f"reverse_text_{name}.py").read_text(), file.name, "exec")
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh\necho "$@" > {tmp_path}/asked; echo '{{"missing": [], "wrong": []}}'\n""")
+    python.chmod(0o755)
+    port = free_ports(2)
+    flags = {
+        "run.output_dir": tmp_path / "run",
+        "orchestrator.train.source.0.serve.python": python,
+        "orchestrator.env_server_base_port": port,
+        "inference.port": port + 1,
+    }
+    assert dry_run(load_run([file], {key: str(value) for key, value in flags.items()})) == 0
+    assert "env-server train/reverse-text" in capsys.readouterr().out
+    assert (tmp_path / "asked").read_text().count(f" {env_id} ") == 1

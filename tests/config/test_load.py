@@ -80,9 +80,16 @@ def test_a_flag_fault_names_the_flag(tmp_path):
 
 def test_a_fault_of_several_keys_names_the_file_and_the_flags_that_made_it(tmp_path):
     assert problems(tmp_path, GOOD, {"orchestrator.batch-size": "30"}) == [
-        f"{tmp_path}/run.toml, --orchestrator.batch-size: orchestrator: batch_size = 30 is not a multiple of a's "
-        "group_size = 8; batch_size = 30 is not a multiple of b's group_size = 8"
+        f"{tmp_path}/run.toml, --orchestrator.batch-size: orchestrator.batch_size = 30 is not a multiple of {name}'s "
+        "group_size = 8"
+        for name in "ab"
     ]
+
+
+def test_a_fault_of_several_keys_does_not_name_flags_of_others(tmp_path):
+    flags = {"orchestrator.batch-size": "30", "orchestrator.env-server-base-port": "7000"}
+    for line in problems(tmp_path, GOOD, flags):
+        assert line.startswith(f"{tmp_path}/run.toml, --orchestrator.batch-size: orchestrator.batch_size = 30 is not")
 
 
 def test_a_file_that_is_not_there_is_named_once(tmp_path):
@@ -138,6 +145,18 @@ def test_a_file_that_is_not_there_is_named_once(tmp_path):
             ('name = "b"', 'name = "b"\nserve.pool.workers = 300'),
             "308 processes would attach to the arena, which has 256 places",
         ),
+        (
+            ('name = "b"', 'name = "b"\nserve.pool = { kind = "elastic", max_workers = 300, per_worker = 8 }'),
+            "308 processes would attach to the arena, which has 256 places",
+        ),
+        (
+            ('name = "b"', 'name = "b"\nserve.pool = { kind = "elastic", workers = 3 }'),
+            "an elastic pool takes max_workers and per_worker, and no workers",
+        ),
+        (
+            ('name = "b"', 'name = "b"\nserve.pool = { workers = 3, per_worker = 8 }'),
+            "max_workers and per_worker are for kind = 'elastic'",
+        ),
     ],
 )
 def test_impossible_combinations_fail_while_loading(tmp_path, change, message):
@@ -148,16 +167,16 @@ def test_impossible_combinations_fail_while_loading(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("trainer.optimizer.lr", "inf", "Input should be a finite number"),
-        ("orchestrator.connect_timeout_s", "nan", "Input should be a finite number"),
-        ("arena.orphan_ttl_s", "inf", "Input should be a finite number"),
-        ("arena.orphan_ttl_s", "nan", "Input should be a finite number"),
-        ("arena.orphan_ttl_s", "2147483649.0", "Input should be less than or equal to 2147483648"),
-        ("trainer.optimizer.betas", "[0.9, 1.5]", "Input should be less than 1"),
-        ("trainer.device", "tpu", "should match pattern"),
-        ("run.seed", "9223372036854775808", "Input should be less than 9223372036854775808"),
-        ("inference.urls", '["engine:8000"]', "should match pattern '^https?:"),
-        ("orchestrator.train.source.0.serve.address", "tcp://elsewhere", "should match pattern '^(tcp:"),
+        ("trainer.optimizer.lr", "inf", "must be a finite number"),
+        ("orchestrator.connect_timeout_s", "nan", "must be a finite number"),
+        ("arena.orphan_ttl_s", "inf", "must be a finite number"),
+        ("arena.orphan_ttl_s", "nan", "must be a finite number"),
+        ("arena.orphan_ttl_s", "2147483649.0", "must be less than or equal to 2147483648"),
+        ("trainer.optimizer.betas", "[0.9, 1.5]", "must be less than 1"),
+        ("trainer.device", "tpu", 'must be "cpu", "cuda" or "cuda:N"'),
+        ("run.seed", "9223372036854775808", "must be less than 9223372036854775808"),
+        ("inference.urls", '["engine:8000"]', "must be a URL, as "),
+        ("orchestrator.train.source.0.serve.address", "tcp://elsewhere", 'must be "tcp://host:port" or "ipc://path"'),
     ],
 )
 def test_values_that_no_process_could_use_fail_while_loading(tmp_path, key, value, message):
@@ -222,7 +241,7 @@ def test_shares_that_cannot_be_fail_while_loading(tmp_path, table, message):
         ("[node]\naddress = '10.0.0.5:0'", "its ranks could not tell the port"),
         ("[node]\naddress = '10.0.0.5'", "node.address = '10.0.0.5'"),
         ("[node]\naddress = '10.0.0.5:7070'\ncertificate = 'c.pem'", "certificate and key belong together"),
-        ("[node]\ncertificate = 'c.pem'\nkey = 'k.pem'", "belong together, and to an address"),
+        ("[node]\ncertificate = 'c.pem'\nkey = 'k.pem'", "node.certificate and node.key belong to a node.address"),
         ("[arena]\ntransport = 'rdma'", "arena.transport = 'rdma'"),
         ("[arena]\nfetch_capacity = '1GiB'", "shares of fetched are sizes: they need capacity"),
         ("[arena]\nshares = {a = 0.7}\nfetch_capacity = 0.5", "exceed the capacity"),
@@ -293,3 +312,40 @@ def test_what_a_remote_source_needs(tmp_path):
 def test_protocols_need_a_port(tmp_path):
     (line,) = problems(tmp_path, GOOD, {"orchestrator.train.source.0.serve.protocols": '["openenv"]'})
     assert """protocols = ['openenv'] need http = "host:port\"""" in line
+
+
+def test_a_legacy_environment_stands_in_the_place_of_env(tmp_path):
+    text = GOOD.replace('env.id = "alphabet-sort"', 'legacy = { id = "reverse-text", args = { n = 2 } }')
+    tree = load_run([write(tmp_path, text)])
+    env = tree.orchestrator.train.source[1].env
+    assert (env.id, env.args, env.max_turns) == ("legacy:reverse-text", {"n": 2}, None)
+    assert load_run([write(tmp_path, dump_toml(tree), "again.toml")]) == tree
+    assert load_env_server([write(tmp_path, dump_toml(env_server_from(tree, 1)), "env.toml")]).env == env
+    own = load_env_server([write(tmp_path, '[legacy]\nid = "a"\n', "own.toml")], {"legacy.args.n": "3"})
+    assert (own.env.id, own.env.args) == ("legacy:a", {"n": 3})
+    assert load_env_server([write(tmp_path, dump_toml(own), "again.toml")]) == own
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('name = "x"\n', "env and legacy: give one of them"),
+        ('env.id = "reverse-text"\nlegacy.id = "a"\n', "env and legacy: give one of them"),
+        ("[legacy]\nargs = {}\n", "legacy.id: missing"),
+        ('[legacy]\nid = "a"\nmax_turn = 3\n', "legacy.max_turn = 3: unknown key; known here: id, args"),
+        ('legacy = "a"\n', "legacy = 'a': "),
+        ('env.id = "a"\nserve = { python = "p", http = "h:1", protocols = ["openenv"] }\n', "python is of workers"),
+    ],
+)
+def test_exactly_one_environment(tmp_path, text, said):
+    with pytest.raises(ConfigError) as caught:
+        load_env_server([write(tmp_path, text, "env.toml")])
+    assert any(said in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_an_interpreter_stays_the_link_that_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "python").symlink_to("/bin/sh")
+    text = GOOD.replace('env.id = "alphabet-sort"', 'env.id = "alphabet-sort"\nserve.python = "python"')
+    source = load_run([write(tmp_path, text)]).absolute().orchestrator.train.source[1]
+    assert source.serve.python == tmp_path / "python"

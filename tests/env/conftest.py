@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from shmrl.arena import Arena
 from shmrl.config import EnvServerConfig
@@ -18,40 +16,12 @@ from shmrl.env.client import EnvClient
 from shmrl.env.server import EnvServer
 from shmrl.types import EpisodeResult, Task
 from tests.support.fake_engine import FakeEngine
-
-SPECIALS = ["<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
-EOS, IM_START, IM_END = 258, 259, 260
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from tests.support.model_dir import write_model_dir
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory) -> Path:
-    """A byte-level tokenizer, a chat template and the shape of a router; no weights."""
-    directory = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    files = {
-        "tokenizer_config.json": {"chat_template": TEMPLATE, "eos_token": "<eos>", "bos_token": {"content": "<bos>"}},
-        "generation_config.json": {"eos_token_id": [EOS, IM_END]},
-        "config.json": {
-            "num_hidden_layers": 4,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "eos_token_id": EOS,
-            "vocab_size": 264,
-            "max_position_embeddings": 1 << 16,
-        },
-    }
-    for name, content in files.items():
-        (directory / name).write_text(json.dumps(content))
-    return directory
+    return write_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -140,7 +110,7 @@ def rollout(
     return client.run_rollout(task, model=spec, group_id="g", seed=index, keep=keep, tag=f"run/test/g/{index}")
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 90.0) -> None:
     """Wait for something that another process brings about; TimeoutError after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shmrl.env import Environment, Episode, Generated
+from shmrl.env.sandbox import sandbox
 from shmrl.types import Task
 
 
@@ -92,6 +94,23 @@ class Gated(Echo):
             time.sleep(0.01)
 
 
+class Boxed(Echo):
+    """Runs what a model wrote."""
+
+    def __init__(self):
+        self.box = sandbox()
+
+
+class Raising(Echo):
+    """Has a bug, one frame down; `demonstrate` has it, too."""
+
+    async def rollout(self, task, model):
+        return Episode(self.demonstrate(task, []))
+
+    def demonstrate(self, task, messages):
+        return float(json.loads(task.data["text"]))
+
+
 class Dying(Echo):
     """Kills its worker in the rollouts whose task says so."""
 
@@ -106,6 +125,75 @@ class Blocking(Echo):
 
     async def rollout(self, task, model):
         time.sleep(task.data.get("seconds", 0))  # noqa: ASYNC251
+        return Episode(1.0)
+
+
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}},
+}
+
+
+class Calculator(Echo):
+    """The model calls `add` until it answers; the reward is whether it says the task's sum."""
+
+    async def rollout(self, task, model):
+        messages: list[Any] = [{"role": "user", "content": f"{task.data['a']} + {task.data['b']}"}]
+        while not model.exhausted:
+            choice = (await model.chat.completions.create(messages=messages, tools=[ADD])).choices[0]
+            messages.append(choice.message)
+            if choice.finish_reason != "tool_calls":
+                break
+            for call in choice.message.tool_calls:
+                total = sum(json.loads(call["function"]["arguments"]).values())
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(total)})
+        right = messages[-1]["content"] == str(task.data["a"] + task.data["b"])
+        return Episode(float(right), metrics={"calls": float(sum(m["role"] == "tool" for m in messages))})
+
+
+class Remembering(Echo):
+    """Knows what it was made with."""
+
+    def __init__(self, word, *, times=1, **rest):
+        self.said = {"word": word, "times": times, **rest}
+
+    def tasks(self, split):
+        return [Task("0", self.said, 0)]
+
+
+class Positional(Echo):
+    def __init__(self, *words):
+        self.words = words
+
+
+class Clinging(Echo):
+    """Lets go of nothing: a rollout that is cancelled goes on, for ever where the task says so."""
+
+    async def rollout(self, task, model):
+        while True:
+            try:
+                await model.chat_text([{"role": "user", "content": "a"}])
+                return Episode(1.0)
+            except asyncio.CancelledError:
+                if not task.data.get("for_ever"):
+                    return Episode(0.0)
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Misbehaving(Echo):
+    """Ends its rollout as the task says: by what `raises` names, or as two processes."""
+
+    async def rollout(self, task, model):
+        if task.data.get("forks"):
+            return Episode(2.0 if os.fork() == 0 else 1.0)
+        kinds = {"speechless": Speechless(), "long": ValueError("x" * (20 << 20)), "exit": SystemExit(3)}
+        kinds |= {"interrupt": KeyboardInterrupt(), "generator": GeneratorExit()}
+        if (name := task.data.get("raises")) is not None:
+            raise kinds[name]
         return Episode(1.0)
 
 

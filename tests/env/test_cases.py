@@ -37,6 +37,8 @@ CASES = {
     },
     "EN-10 the client cancels": {
         POOL + "test_cancelled_episodes_end_and_the_others_finish": "len(results) == 9",
+        POOL + "test_an_episode_that_is_cancelled_before_it_began_replies_too": '["sessions"] == 0',
+        POOL + "test_a_worker_that_does_not_let_go_of_a_run_that_is_taken_over_is_ended": '["WorkerDied", "Cancelled"]',
     },
     "EN-12 a wait that loses messages": {
         LINK + "test_no_message_is_lost_to_a_wait_that_times_out": "10_000",
@@ -46,7 +48,7 @@ CASES = {
         "test_wire.py::test_nan_stays_nan": "math.isnan",
     },
     "EN-16 replies stop the loop": {
-        "orchestrator/test_scale.py::test_a_thousand_replies_in_a_second": "0.050",
+        "orchestrator/test_scale.py::test_a_thousand_replies_in_a_second": "2 << 20",  # times: benches/bench_replies.py
     },
     "EN-17 a task that is lost silently": {
         DISPATCHER + "test_128_groups_of_which_3_raise_and_1_hangs": '{"shipped": 124, "failed": 3, "timed_out": 1}',
@@ -73,6 +75,11 @@ CASES = {
         SINKS + "test_lag_is_counted_from_the_first_token_when_it_ships": '["stale"] == 2 - shipped',
         DISPATCHER + "test_an_episode_that_must_be_stale_is_cancelled_and_its_group_refilled": "(4, 4)",
     },
+    "EN-25 a blocked file system": {
+        "monitor/test_watchdog.py::test_what_blocks_is_said_and_ended": "rank 0 stalled",
+        "monitor/test_watchdog.py::test_a_long_step_is_no_false_alarm": "trained",
+        "trainer/test_step.py::test_a_rank_that_does_not_get_on_reading_says_so_and_ends": "rank 0 stalled",
+    },
     "EN-27 channels without a token": {
         NODE + "test_without_the_token_every_request_is_401_and_changes_nothing": "401",
         NODE + "test_foreign_and_forged_ids_are_404_freed_ones_410_and_nothing_is_listed": "404",
@@ -93,5 +100,5 @@ def test_it_has_tests_with_its_value(case):
 
 
 def test_no_case_is_forgotten():
-    numbers = "01 04 05 06 08 10 12 14 16 17 18 20 21 22 23 27 28"
+    numbers = "01 04 05 06 08 10 12 14 16 17 18 20 21 22 23 25 27 28"
     assert [case.split()[0] for case in CASES] == [f"EN-{number}" for number in numbers.split()]

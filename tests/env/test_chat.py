@@ -8,7 +8,7 @@ import pytest
 from shmrl.config.shape import ModelShape
 from shmrl.env.chat import ChatFormat, chat_format, parse_tool_calls
 from shmrl.errors import EnvError
-from tests.env.conftest import EOS, IM_END, IM_START
+from tests.support.model_dir import EOS, IM_END, IM_START
 
 USER = {"role": "user", "content": "ab"}
 NEWLINE = 198
@@ -103,3 +103,14 @@ def test_tool_calls_are_parsed_and_nonsense_stays_text():
     assert content == 'hm <tool_call>{"nom": 1}</tool_call>'
     assert calls == [{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
     assert parse_tool_calls("plain ") == ("plain ", [])
+    assert parse_tool_calls(text, known=2)[1][0]["id"] == "call_2"
+
+
+def test_a_template_sees_the_arguments_of_a_call_as_a_map(model_dir):
+    """OpenAI's clients have them as text; a template that puts text into JSON would quote it."""
+    chat = chat_format(str(model_dir))
+    call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in chat.text(chat.prompt(asked))
+    call["function"]["arguments"] = "no json"
+    assert '"arguments": "no json"' in chat.text(chat.prompt(asked))

@@ -104,6 +104,21 @@ async def test_a_server_that_is_stopped_for_too_long_fails_what_it_was_asked(
         assert await asyncio.to_thread(process.wait, 15) == 128 + signal.SIGTERM
 
 
+async def test_a_server_that_answers_nothing_else_any_more_is_given_up(arena):
+    """Its process and its connection are there; what answers is stuck."""
+    async with serving(server_config(arena.address, "reverse-text")) as (client, server):
+
+        async def stuck(*_):
+            await asyncio.Event().wait()
+
+        server._take_over = stuck
+        with pytest.raises(ServerDied, match=r"no answer to 'take_over' within 0\.2 s"):
+            await client._call("take_over", {"run": "run"}, 0.2)
+        assert len(await client.tasks("train", 0, 1)) == 1
+        for handler in server._handlers:
+            handler.cancel()
+
+
 async def test_a_client_whose_connection_breaks_again_and_again_can_be_closed():
     context = zmq.asyncio.Context()
     router = context.socket(zmq.ROUTER)

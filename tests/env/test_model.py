@@ -186,7 +186,9 @@ async def test_calls_of_tools_are_parsed(model_dir):
     model = Model(plain_spec(model_dir), chat, Answering(ids, "stop"))
     reply = (await model.create(messages=[USER], tools=[{"type": "function"}])).choices[0]
     assert reply.finish_reason == "tool_calls"
-    assert reply.message.tool_calls[0]["function"]["name"] == "add"
+    (call,) = reply.message.tool_calls
+    assert call["function"]["name"] == call.function.name == "add"
+    assert call.function.arguments == "{}"
     answer = {"role": "tool", "content": "2"}
     await model.create(messages=[USER, reply.message, answer], tools=[{"type": "function"}])
     assert len(model.conversations) == 1
@@ -221,3 +223,11 @@ def test_a_model_map_is_checked(spec):
     with pytest.raises(ProtocolError, match="not list"):
         ModelSpec.from_wire([])
     assert ModelSpec.from_wire({**spec(), "logprobs_mode": "raw_logprobs"}).logprobs_mode == "raw"
+
+
+async def test_arguments_of_other_clients_are_taken_or_refused(make, engine):
+    """The model is there, whatever it is called; how it samples, the source says."""
+    model = make()
+    await model.create(model="policy", messages=[USER], max_tokens=2)
+    with pytest.raises(EnvError, match=r"temperature, n: no argument here; how a model samples"):
+        await model.create(messages=[USER], temperature=0.5, n=2)

@@ -18,20 +18,35 @@ ENVS = "tests.env.environments:"
 TOKEN = "0123456789abcdef0123456789abcdef"
 
 
+class Exchange:
+    """A socket that says anything: `await exchange(*frames)` is (request id, reply) of what comes next."""
+
+    def __init__(self, socket):
+        self.socket = socket
+
+    async def __call__(self, *frames):
+        await self.send(*frames)
+        return await self.hear()
+
+    async def send(self, *frames):
+        await self.socket.send_multipart(frames)
+
+    async def hear(self):
+        assert await self.socket.poll(20_000), "no reply"
+        while (frames := await self.socket.recv_multipart()) == [b""]:
+            continue
+        return frames[0], unpack(frames[1])
+
+
 @asynccontextmanager
-async def raw_client(address):
+async def raw_client(address, identity=b""):
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.DEALER)
+    if identity:
+        socket.set(zmq.IDENTITY, identity)
     socket.connect(address)
-
-    async def exchange(*frames):
-        await socket.send_multipart(frames)
-        assert await socket.poll(5000), f"no reply to {frames}"
-        number, reply = await socket.recv_multipart()
-        return number, unpack(reply)
-
     try:
-        yield exchange
+        yield Exchange(socket)
     finally:
         socket.close(linger=0)
         context.term()
@@ -115,7 +130,9 @@ async def test_two_thousand_requests_at_once_all_reply(hosted):
 
 
 def test_episodes_survive_the_wire():
-    failed = EpisodeResult(False, "t", error=ErrorInfo("EngineError", "503", ("ClientError: refused",)), wire_bytes=7)
+    failed = EpisodeResult(
+        False, "t", error=ErrorInfo("EngineError", "503", ("ClientError: refused",), "a.py:7, in f"), wire_bytes=7
+    )
     assert episode_from_wire(unpack(pack(episode_to_wire(failed))), 7) == failed
     good = EpisodeResult(True, "t", 0.0, {"a": 0.5}, {}, "stop", 2, 17, 3, 4, wire_bytes=9)
     assert episode_from_wire(unpack(pack(episode_to_wire(good))), 9) == good

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from shmrl.arena import Arena
-from shmrl.env.worker import Worker
+from shmrl.env.chat import chat_format
+from shmrl.env.keep import Keeper
 from shmrl.errors import PayloadError, ProtocolError
 from shmrl.payload import Branch, read_header, read_text, read_tokens
 from shmrl.payload.header import read_loss_mask
 from shmrl.types import Task
-from tests.env.conftest import IM_END, rollout, server_config, serving, until
-from tests.support.fake_engine import Oracle
+from tests.env.conftest import rollout, server_config, serving, until
+from tests.support.fake_engine import FakeEngine, Oracle
+from tests.support.model_dir import IM_END
 
 ENVS = "tests.env.environments:"
 
@@ -136,6 +138,42 @@ async def test_every_row_of_a_branching_episode_is_the_engines(hosted, spec, are
         arena.discard("run")
 
 
+class Calling(FakeEngine):
+    """Says what it is told to, turn by turn, by the rules of its oracle."""
+
+    def __init__(self, directory, texts):
+        super().__init__()
+        self.turns = [chat_format(str(directory)).reply_ids(text) for text in texts]
+
+    def _draw(self, n, room, stop_id):
+        return self.turns.pop(0), "stop"
+
+
+async def test_an_episode_that_calls_tools_trains_on_its_calls_and_answers(hosted, spec, arena, model_dir):
+    """Two turns with calls (three in all), then the answer: one branch, whose every row is the engine's."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": %d, "b": %d}}</tool_call>'
+    texts = ["I shall " + call % (2, 3) + call % (1, 1), call % (5, 0), "5"]
+    async with Calling(model_dir, texts) as engine, hosted(ENVS + "Calculator") as (client, _):
+        task, model = Task("0", {"a": 2, "b": 3}), spec(urls=[engine.url], max_tokens=200, max_model_len=1024)
+        result = await rollout(client, task, model)
+        assert result.success, result.error
+        assert (result.reward, result.metrics, result.num_turns) == (1.0, {"calls": 3.0}, 3)
+        (sample,) = result.samples
+        tokens = read_tokens(arena, sample)
+        check_rows(arena, sample, tokens, engine.oracle)
+        chat = chat_format(str(model_dir))
+        sampled = [chat.reply_ids(text) for text in texts]
+        assert tokens[np.flatnonzero(read_loss_mask(arena, sample))].tolist() == [i for ids in sampled for i in ids]
+        text = chat._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+        assert text.startswith('<|im_start|>system\n[{"type": "function", "function": {"name": "add"')
+        assert "<|im_start|>tool\n5<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n" in text
+        engine.turns = [chat.reply_ids(text) for text in texts]
+        played = await rollout(client, task, model, 1, keep="eval")
+        calls = [call["id"] for message in played.messages for call in message.get("tool_calls", ())]
+        assert calls == ["call_0", "call_1", "call_2"]
+        arena.discard("run")
+
+
 def check_rows(arena, sample, tokens, oracle):
     header = read_header(arena, sample.handles[0])
     with arena.get(sample.handles[0]) as view:
@@ -199,7 +237,7 @@ def test_siblings_are_freed_when_one_branch_does_not_encode(arena):
     texts = ([{"role": "user", "content": "ab"}], [{"role": "user", "content": object()}])
     branches = (Branch([1, 2], [0, 1], [0, -0.5], messages=messages) for messages in texts)
     model = SimpleNamespace(branches=lambda meta: branches)
-    one = Worker(None, {"timeout_s": 1.0, "on_full": "block"}, SimpleNamespace(environment=None), arena)
+    one = Keeper(arena, None, {"timeout_s": 1.0, "on_full": "block"})
     with pytest.raises(PayloadError, match="text: something that msgpack cannot carry"):
         one._store(model, {}, "run/test/g/0", SimpleNamespace(prefix=lambda key, **limits: None), threading.Event())
     stats = arena.stats()

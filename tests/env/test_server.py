@@ -8,19 +8,22 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 
 from shmrl.arena import Arena
-from shmrl.config import dump_toml
+from shmrl.config import EnvServerConfig, dump_toml
 from shmrl.env import EnvServer, serve_sidecar
 from shmrl.env.client import EnvClient
-from shmrl.errors import ConfigError, PortInUse, ProcessFailed, ServerDied, TasksetError
+from shmrl.errors import ConfigError, EnvError, PortInUse, ProcessFailed, ServerDied, TasksetError
 from shmrl.node import fetch
 from shmrl.node.client import Client
 from shmrl.payload.header import read_header
+from shmrl.types import Task
 from tests.env.conftest import rollout, server_config, serving, until
+from tests.env.environments import Echo, Positional, Remembering
 
 ENVS = "tests.env.environments:"
 TOKEN = "0123456789abcdef" * 2
@@ -154,6 +157,24 @@ async def test_a_signal_leaves_nothing(tmp_path, arena, spec, engine, how):
         assert arena.stats()["blocks"] == 0
 
 
+async def test_a_killed_server_takes_its_own_arena_along(tmp_path):
+    """Its workers remove it; while it lives, one that ends leaves it where it is."""
+    config = server_config(None, ENVS + "Echo", workers=2)
+    with server_process(tmp_path, config) as (process, address):
+        client = EnvClient(address)
+        await client.connect(60)
+        await until_ready(client, 2)
+        made = (await client.info())["arena"]
+        workers = psutil.Process(process.pid).children()
+        workers[0].kill()
+        await until(lambda: not alive(workers[0]))
+        Arena.attach(made).close()
+        process.kill()
+        await asyncio.to_thread(process.wait, 15)
+        await until(lambda: not (alive(workers[1]) or any(made[4:] in one.name for one in Path("/dev/shm").iterdir())))
+        await client.close()
+
+
 def alive(process):
     try:
         return process.status() != psutil.STATUS_ZOMBIE
@@ -211,6 +232,44 @@ async def test_a_sidecar_ends_with_its_parent(tmp_path):
         assert len(family) >= 2, line
         parent.kill()
     await until(lambda: not any(alive(process) for process in family))
+
+
+async def test_an_environment_serves_itself_with_what_it_was_made_with(spec):
+    env = Remembering("ab", times=2, more=[1])
+    client = await env.start_server()
+    try:
+        assert (await client.tasks("train", 0, 5))[0].data == {"word": "ab", "times": 2, "more": [1]}
+        async with EnvClient(client.address, client.token) as other:
+            assert (await other.info())["env_id"] == "tests.env.environments:Remembering"
+        with pytest.raises(EnvError, match="serves already"):
+            await env.start_server()
+    finally:
+        await env.stop_server()
+    with pytest.raises(ServerDied, match="the client was closed"):
+        await client.health()
+    await env.stop_server()
+
+
+async def test_what_cannot_be_made_again_elsewhere_does_not_serve():
+    class Local(Echo):
+        pass
+
+    with pytest.raises(EnvError, match=r"Local of tests\.env\.test_server cannot be imported"):
+        await Local().start_server()
+    with pytest.raises(EnvError, match="argument words has no keyword"):
+        await Positional("a", "b").start_server()
+    assert await Echo().stop_server() is None
+
+
+async def test_the_log_of_a_server_and_its_workers_goes_to_a_file(tmp_path):
+    table = {"file": str(tmp_path / "env.log"), "level": "info"}
+    config = EnvServerConfig.model_validate({"env": {"id": "reverse-text"}, "log": table})
+    async with serve_sidecar("tests.env.environments:Echo", config=config) as client:
+        asked = {"model": {}, "group_id": "g", "seed": 0, "keep": "eval", "tag": "run/test/g/0"}
+        assert not (await client.run_rollout(Task("0", {}), **asked)).success
+    said = (tmp_path / "env.log").read_text()
+    assert "Serving tcp://127.0.0.1:" in said
+    assert "env/0 shmrl.env.worker: run_rollout failed: model: missing ['sampling', 'tokenizer', 'urls']" in said
 
 
 def test_the_orchestrators_imports_stay_light():

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from shmrl.arena import Arena
+from shmrl.orchestrator.arenas import Arenas
 from shmrl.orchestrator.ledger import Ledger
 from shmrl.payload import assemble, read_header
-from shmrl.types import MicroBatch, Task
+from shmrl.types import Handle, MicroBatch, Task
 from tests.env.conftest import rollout, server_config, serving, until
 from tests.support.fake_engine import FakeEngine, Oracle
 
@@ -62,9 +63,9 @@ async def test_a_group_of_16_with_a_prompt_of_30_000_stores_46_000_rows(hosted, 
         for sample in samples:
             assert content(arena, sample) == expected  # the engine says the same to all of them
 
-        ledger = Ledger(arena, num_ranks=1)
+        ledger = Ledger(Arenas(arena), num_ranks=1)
         tags = {f"run/test/g/{i}": result.samples for i, result in enumerate(results)}
-        assert ledger.adopt_all(tags | {"run/test/g/99": alone.samples}) == {}
+        assert await ledger.adopt_all(tags | {"run/test/g/99": alone.samples}) == {}
         ledger.release([whole, *samples[:15]])
         assert arena.stats()["blocks"] == 2
         assert content(arena, samples[15]) == expected
@@ -168,3 +169,180 @@ async def test_a_group_that_ends_while_it_is_stored_leaves_nothing(long, arena_o
             os.kill(pid, signal.SIGKILL)
             assert {result.error.type for result in await flying} == {"WorkerDied"}
         assert counts(arena_of_1mib) == (0, True)
+
+
+def episode(client, model, index, task=TASK, group="g"):
+    """One of a group whose episodes are requests of their own."""
+    tag = f"run/test/{group}/{index}"
+    return client.run_rollout(task, model=model, group_id=group, seed=index, keep="train", tag=tag, shares=True)
+
+
+async def test_16_requests_of_one_group_store_46_000_rows_over_two_workers(hosted, long, arena):
+    """As the dispatcher asks: some at once, and some when nothing of the group is under way."""
+    async with hosted(ENVS + "Echo", workers=2) as (client, _):
+        await until_ready(client, 2)
+        results = await asyncio.gather(*(episode(client, long, index) for index in range(8)))
+        for index in range(8, 12):
+            results.append(await episode(client, long, index))
+        results += await asyncio.gather(*(episode(client, long, index) for index in range(12, 16)))
+        assert [result.error for result in results] == [None] * 16
+        assert stored_rows(arena, results) == 46_000
+        alone = await rollout(client, TASK, long, 99)
+        expected = content(arena, alone.samples[0])
+        for result in results:
+            assert content(arena, result.samples[0]) == expected
+
+        ledger = Ledger(Arenas(arena), num_ranks=1)
+        assert arena.discard("run/test/g/99") == 1
+        for index, result in enumerate(results):
+            assert await ledger.adopt_all({f"run/test/g/{index}": result.samples}) == {}
+            ledger.pin("g", result.samples)
+            ledger.release(result.samples)
+            assert arena.stats()["blocks"] == 16 - index
+        ledger.unpin("g")
+        assert ledger.close() == {}
+    assert counts(arena) == (0, True)
+
+
+async def until_ready(client, workers, restarts=0):
+    async with asyncio.timeout(60):
+        while ((facts := await client.health())["ready"], facts["restarts"]) != (workers, restarts):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def until_idle(client):
+    """Every request has ended, in its worker too: the client's cancels do not wait for that."""
+    async with asyncio.timeout(60):
+        while (facts := await client.health())["sessions"] + facts["waiting"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_the_next_episode_of_a_group_whose_prompt_is_gone_stores_it_again(hosted, long, arena):
+    async with hosted(ENVS + "Echo") as (client, _):
+        first = await episode(client, long, 0)
+        assert arena.discard("run") == 2
+        second = await episode(client, long, 1)
+        assert (first.error, second.error) == (None, None)
+        assert stored_rows(arena, [second]) == PROMPT + ANSWER
+        assert arena.discard("run") == 2
+    assert counts(arena) == (0, True)
+
+
+async def test_requests_whose_prompt_was_routed_otherwise_share_what_is_the_same(hosted, long, arena):
+    oracle = Oracle()
+
+    def change(tokens):
+        rows = oracle.routing(0, np.array(tokens[:-1]), np.arange(len(tokens) - 1))
+        rows[20_000:] = (rows[20_000:] + 1) % oracle.experts
+        return {"routed_experts": FakeEngine.npy(rows)}
+
+    async with Odd(Oracle(stop_every=0)) as engine, hosted(ENVS + "Echo") as (client, _):
+        engine.change = change
+        model = long | {"urls": [engine.url]}
+        results = [await episode(client, model, index) for index in range(4)]
+        assert [result.error for result in results] == [None] * 4
+        assert stored_rows(arena, results) == PROMPT + 10_000 + 4 * ANSWER
+        assert sorted(Counter(content(arena, result.samples[0])[4] for result in results).values()) == [1, 3]
+        arena.discard("run")
+    assert counts(arena) == (0, True)
+
+
+async def test_what_no_reply_brought_to_the_client_is_freed_with_the_last_request(hosted, long, arena):
+    """The first stores the prompt and does not encode; another refers to the prompt of one whose reply nobody wants."""
+    async with Odd(Oracle(stop_every=0)) as engine, hosted(ENVS + "Echo") as (client, _):
+        engine.change = lambda tokens: {"sampling_mask": None}
+        model = long | {"urls": [engine.url]}
+        engine.answers = 1
+        assert (await episode(client, model, 0)).error.type == "MissingField"
+        assert counts(arena) == (0, True)
+        first, second = await episode(client, model, 1), await episode(client, model, 2)
+        assert stored_rows(arena, [first, second]) == PROMPT + 2 * ANSWER
+        await unclaim(client, 1)
+        assert stored_rows(arena, [second]) == PROMPT + ANSWER
+        await unclaim(client, 2)
+        assert counts(arena) == (0, True)
+
+
+async def unclaim(client, index):
+    await client._call("cancel", {"request_id": b"none", "tag": f"run/test/g/{index}"})
+
+
+@pytest.mark.parametrize("end", ["cancelled", "killed"])
+async def test_requests_of_a_group_that_end_while_they_are_stored_leave_nothing(long, arena_of_1mib, end):
+    """One holds the prompt and waits for room for its answer, the others wait for the prompt or for room."""
+    config = server_config(arena_of_1mib.address, ENVS + "Echo", arena={"timeout_s": 3600})
+    async with serving(config) as (client, _):
+        flying = [asyncio.create_task(episode(client, long, index)) for index in range(16)]
+        kept = await flying[0]
+        await until(lambda: arena_of_1mib.pressure()["waiting"])
+        assert kept.error is None
+        done = sum(task.done() for task in flying)
+        assert arena_of_1mib.stats()["blocks"] >= 1 + done
+        if end == "cancelled":
+            for task in flying:
+                task.cancel()
+            await asyncio.gather(*flying, return_exceptions=True)
+        else:
+            (pid,) = (await client.health())["pids"]
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.wait(flying)
+            assert {task.result().error.type for task in flying if task.result().error} == {"WorkerDied"}
+        await until_idle(client)
+        results = [task.result() for task in flying if not task.cancelled()]
+        good = [result for result in results if result.success]
+        await until(lambda: stored_rows_now(arena_of_1mib) == PROMPT + len(good) * ANSWER)
+        assert stored_rows(arena_of_1mib, good) == PROMPT + len(good) * ANSWER
+        for handle in {handle for result in good for sample in result.samples for handle in sample.handles}:
+            arena_of_1mib.adopt(handle)
+            arena_of_1mib.free(handle)
+        assert counts(arena_of_1mib) == (0, True)
+
+
+def stored_rows_now(arena):
+    return sum(
+        read_header(arena, Handle.parse(row["handle"])).tokens_here for row in arena.ls() if row["state"] == "ready"
+    )
+
+
+async def test_a_worker_killed_in_the_middle_of_a_group_takes_nothing_from_its_siblings(hosted, long, arena):
+    """The prompt that it stored stays for those that follow, in its successor."""
+    async with hosted(ENVS + "Echo") as (client, _):
+        first = await episode(client, long, 0)
+        (pid,) = (await client.health())["pids"]
+        os.kill(pid, signal.SIGKILL)
+        await until_ready(client, 1, restarts=1)
+        second = await episode(client, long, 1)
+        assert (first.error, second.error) == (None, None)
+        assert stored_rows(arena, [first, second]) == PROMPT + 2 * ANSWER
+        ledger = Ledger(Arenas(arena), num_ranks=1)
+        assert await ledger.adopt_all({"run/test/g/0": first.samples, "run/test/g/1": second.samples}) == {}
+        ledger.release([*first.samples, *second.samples])
+        assert ledger.close() == {}
+    assert counts(arena) == (0, True)
+
+
+async def test_a_worker_killed_while_it_stores_the_prompt_leaves_it_to_the_next(long):
+    """Behind the prompt there is no room for an answer: who has stored it is waited for, and dies."""
+    arena = Arena.create(capacity="1MiB", run_id="small")
+    try:
+        with arena.reserve(448 << 10, tag="other/other/other") as block:
+            config = server_config(arena.address, ENVS + "Echo", arena={"timeout_s": 3600})
+            async with serving(config) as (client, _):
+                flying = [asyncio.create_task(episode(client, long, index)) for index in range(2)]
+                await until(lambda: arena.pressure()["waiting"])
+                assert [row["tag"] for row in arena.ls() if row["state"] == "ready"] == ["run/test/g/prompt-0"]
+                (pid,) = (await client.health())["pids"]
+                os.kill(pid, signal.SIGKILL)
+                for task in flying:
+                    assert (await task).error.type == "WorkerDied"
+                assert arena.stats()["blocks"] == 1
+                block.free()
+                await until_ready(client, 1, restarts=1)
+                result = await episode(client, long, 2)
+                assert result.error is None
+                assert stored_rows(arena, [result]) == PROMPT + ANSWER
+                arena.discard("run")
+        assert counts(arena) == (0, True)
+    finally:
+        arena.close()
+        arena.unlink()

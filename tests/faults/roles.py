@@ -1,60 +1,84 @@
-"""The roles of a run around one arena, without engines, models and sockets. What they do to blocks is the real thing:
-`encode` in the env worker, the dispatcher, sink and ledger in the orchestrator, `assemble` and done() in a rank.
+"""The roles of a run around the arenas of two nodes, without engines and models. What they do to blocks is the real
+thing: `encode` in the env worker, the dispatcher, sink and ledger in the orchestrator, fetching, `assemble` and done()
+in a rank, the server of the second node.
 
-A role does one verb at a time, as it is told: in this process (`Local`), or in one of its own (`Remote`), which can be
-killed at any moment. Every token of an episode follows from its tag, so that a rank knows what it must read.
+A role does one verb at a time, as it is told, wherever it lives (`lives`). Every token of an episode follows from its
+tag, so that a rank knows what it must read.
 """
 
 import asyncio
 import contextlib
 import itertools
-import logging
-import os
-import select
-import signal
-import sys
 import tempfile
-import time
 import zlib
 from functools import cache
-from multiprocessing.connection import Client
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 
 from shmrl.arena import Arena
+from shmrl.config import ArenaConfig, NodeConfig
+from shmrl.env.groups import prompt_tag
 from shmrl.env.protocol import episode_from_wire, episode_to_wire
-from shmrl.errors import AlreadyFreed, LostPayload, PayloadError, StaleHandle
+from shmrl.errors import AlreadyFreed, ForeignArena, LostPayload, PayloadError, ServerDied, StaleHandle
+from shmrl.node import client
+from shmrl.node.blocks import StepBlocks
+from shmrl.node.server import NodeServer
 from shmrl.orchestrator.admission import Admission
+from shmrl.orchestrator.arenas import Arenas
 from shmrl.orchestrator.dispatcher import Dispatcher
 from shmrl.orchestrator.episodes import Episodes
 from shmrl.orchestrator.ledger import Ledger
 from shmrl.orchestrator.sinks import TrainSink
-from shmrl.orchestrator.sources import Source
-from shmrl.payload import Branch, assemble, encode, micro_batches_from_wire, micro_batches_to_wire, pack
+from shmrl.payload import (
+    Branch,
+    Routing,
+    SharedRows,
+    assemble,
+    encode,
+    micro_batches_from_wire,
+    micro_batches_to_wire,
+    pack,
+    sample_from_wire,
+    sample_to_wire,
+    sharing,
+)
+from shmrl.payload.sharing import Opening
 from shmrl.types import EpisodeResult, ErrorInfo, Task
 from tests.orchestrator import fakes
 
 RUN = "t"
 SHARED = 6  # positions that the branches of an episode have in common
-PROMPT = 4
+PROMPT = 4  # and those that the episodes of a group have
 SEQ_LEN = 24
 RANKS = 2
 RETAIN = 1  # steps that are kept after their use
 NEVER = 1 << 30
+TOKEN = "5ec2e7" * 5 + "ab"
+SMALL = [(sharing, "MIN_SHARED_NBYTES", 1), (client, "LONGEST_PAUSE_S", 0.005)]  # what tests set in every process
+READ_S = 0.05  # a rank waits so long for a server: where it is not lost, it is there
 
 
 def branch_of(tag, index, T, version=0):
-    """Branch `index` of the episode `tag`; the first SHARED positions are those of branch 0."""
-    own, first = (zlib.crc32(f"{tag}#{name}".encode()) % 1_000_000 * 1000 for name in (index, 0))
+    """Branch `index` of the episode `tag`; the first SHARED positions are those of branch 0, the first PROMPT those of
+    the group."""
+    names = (f"{tag}#{index}", f"{tag}#0", tag.rpartition("/")[0])
+    own, first, group = (zlib.crc32(name.encode()) % 1_000_000 * 1000 for name in names)
     tokens = own + np.arange(T)
     tokens[:SHARED] = first + np.arange(T)[:SHARED]
+    tokens[:PROMPT] = group + np.arange(T)[:PROMPT]
     loss = np.arange(T) >= PROMPT
     rows = (tokens[: T - 1, None, None] + np.arange(2)) % 8
     return Branch(
         tokens, loss, np.where(loss, -(tokens % 97) / 100, 0.0), routing=rows, num_experts=8,
         meta={"branch": index, "version_start": version, "version_end": version, "logprobs_mode": "processed"},
     )  # fmt: skip
+
+
+def opening_of(branch):
+    routing = Routing(8, branch.layers)
+    routing.add(branch.rows["routing"].values, 0)
+    return Opening(branch.tokens[:PROMPT].astype(np.int32), routing.stitch(branch.T).first(PROMPT), branch.layers)
 
 
 class Watched(Arena):
@@ -81,26 +105,35 @@ class Watched(Arena):
 
 
 class Worker:
-    """Stores episodes, as the env worker's `_store` does: all branches or none."""
+    """Stores episodes, as the env worker's `Keeper` does: all branches or none, and the prompt once for the group."""
 
     def __init__(self, address):
         self.arena = Watched.attach(address)
         self.unsealed = []
 
-    def store(self, tag, lengths, version, broken):
-        """The episode's reply on the wire, without its reward. `broken`: the last branch does not validate."""
+    def store(self, tag, lengths, version, broken, earlier):
+        """(the episode's reply on the wire, without its reward; what it tells the server of the prompt). `broken`: the
+        last branch does not validate. `earlier`: what its siblings have stored."""
+        opening = opening_of(branch_of(tag, 0, SHARED, version))
+        earlier = [sample_from_wire(wire) for wire in earlier]
+        shared = SharedRows(self.arena, prompt_tag(tag), {0: opening}, earlier, lasting=True)
         samples = []
         try:
             for index, T in enumerate(lengths):
                 branch = branch_of(tag, index, T, version)
                 if broken and index == len(lengths) - 1:
                     raise PayloadError.of("routing", "id 9 is outside [0, 8)")
-                samples.append(encode(self.arena, branch, tag, (samples[0], SHARED) if index else None))
-        except PayloadError as error:
-            self.arena.free([sample.handles[-1] for sample in samples])
-            return episode_to_wire(EpisodeResult(False, tag, error=ErrorInfo.of(error)))
+                prefix = (samples[0], SHARED) if index else shared.prefix(0)
+                samples.append(encode(self.arena, branch, tag, prefix))
+        except (PayloadError, LostPayload) as error:
+            self.arena.free([sample.segments[-1][0] for sample in samples])
+            shared.close([])
+            return episode_to_wire(EpisodeResult(False, tag, error=ErrorInfo.of(error))), [[], []]
+        shared.close(samples)
+        used = {bytes(handle) for sample in samples for handle, _, _ in sample.segments[:-1]}
+        told = [[sample_to_wire(sample) for sample in shared.stored], sorted(used)]
         versions = {"version_start": version, "version_end": version}
-        return episode_to_wire(EpisodeResult(True, tag, samples=tuple(samples), **versions))
+        return episode_to_wire(EpisodeResult(True, tag, samples=tuple(samples), **versions)), told
 
     def begin(self, tag):
         """A block is reserved, and written no further."""
@@ -118,14 +151,14 @@ class Worker:
 class Desk:
     """The env server, as the dispatcher sees it: a request waits until it is answered from outside."""
 
-    def __init__(self):
-        self.numbers = itertools.count()
+    def __init__(self, numbers):
+        self.numbers = numbers
         self.open, self.travelling, self.given_up, self.late = {}, {}, [], 0
 
     async def tasks(self, split, start, n):
         return [Task(f"{split}{i}", {}, i) for i in range(start, start + n)]
 
-    async def run_rollout(self, task, *, model, group_id, seed, keep, tag):
+    async def run_rollout(self, task, *, model, group_id, seed, keep, tag, shares=False):
         number, reply = next(self.numbers), asyncio.get_running_loop().create_future()
         self.open[number] = tag, model["version"], reply
         try:
@@ -139,6 +172,13 @@ class Desk:
         finally:
             del self.open[number]
 
+    def die(self):
+        """Whoever waits for it hears of it."""
+        for _, _, reply in self.open.values():
+            if not reply.done():
+                reply.set_exception(ServerDied("an env server died"))
+        self.travelling.clear()
+
 
 @cache
 def tree():
@@ -149,44 +189,112 @@ def tree():
 
 
 class Orchestrator:
-    """Dispatcher, sink and ledger, joined as in the loop; `attempt` keeps the tags of its lives apart."""
+    """Dispatcher, sink and ledger, joined as in the loop; `attempt` keeps the tags of its lives apart. other: the
+    second node, "origin@url"."""
 
-    def __init__(self, address, attempt):
+    def __init__(self, address, attempt, other):
         self.arena = Watched.attach(address)
-        self.arena.discard(RUN)  # what an earlier attempt left
-        self.loop, self.desk, self.step, self.out = asyncio.new_event_loop(), Desk(), 0, False
-        self.ledger = Ledger(self.arena, RANKS)
+        self.loop, self.step, self.out = asyncio.new_event_loop(), 0, False
+        numbers = itertools.count()
+        self.desks = [Desk(numbers), Desk(numbers)]
+        self.client = client.Client(TOKEN, patience_s=60)
+        self.arenas = arenas = Arenas(self.arena, self.client)
+        self.cut_off = False  # the second node's server cannot be reached
+        origin, _, url = other.partition("@")
+        self.loop.run_until_complete(self._join(origin, url))
+        arenas.lost = self._lost
+        self.ledger = Ledger(arenas, RANKS)
         self.episodes = Episodes(self.ledger, RUN, tree().orchestrator.inflight, NEVER)
         self.sink = TrainSink(tree(), self.ledger, self.episodes)
+        self.source = fakes.source(tree(), 0, *self.desks)
+        for replica, where in zip(self.source.replicas.every, (self.arena.origin, origin), strict=True):
+            replica.origin = where
         self.dispatcher = Dispatcher(
-            tree(), [Source(tree(), 0, self.desk)], self.episodes, self.sink, f"a{attempt}", lambda: None, self.arena,
+            tree(), [self.source], self.episodes, self.sink, f"a{attempt}", lambda: None, arenas,
             Admission(2048, spills=False),
         )  # fmt: skip
         self.running = self.loop.create_task(self.dispatcher.run())
 
+    async def _join(self, origin, url):
+        await self.arenas.join(self.arena.origin, "node1", "")
+        await self.arenas.join(origin, "node2", url)
+        self.arenas.discard(RUN)  # what an earlier attempt left
+        await self.arenas.flush()
+
     def turn(self):
-        """Let everything happen that can. -> requests that wait, tags of those that were cancelled since."""
-        self.loop.run_until_complete(spin())
+        """Let everything happen that can. -> requests that wait, with their replica's number; tags of those that were
+        cancelled since."""
+        self.loop.run_until_complete(self._settle())
         if self.dispatcher.failure is not None:
             raise self.dispatcher.failure
-        given_up, self.desk.given_up = self.desk.given_up, []
-        return [(number, *facts[:2]) for number, facts in self.desk.open.items()], given_up
+        given_up = [tag for desk in self.desks for tag in desk.given_up]
+        for desk in self.desks:
+            desk.given_up = []
+        asked = [(n, *facts[:2], at) for at, desk in enumerate(self.desks) for n, facts in desk.open.items()]
+        return asked, given_up
+
+    async def _settle(self):
+        """Until nothing is under way to the other node, unless that is cut off: what a reply brought is adopted, and
+        what follows from it is done."""
+        await spin()
+        for _ in range(3 * (not self.cut_off)):
+            await self.arenas.flush()
+            await spin()
+
+    def cut(self):
+        self.cut_off = True
+
+    def mended(self):
+        """The other node's server can be reached again; it may be another one."""
+        self.cut_off = False
+        self.loop.run_until_complete(self.arenas.look())
+        return self.turn()
+
+    def lose_node(self):
+        """It was silent for too long."""
+        self.loop.run_until_complete(self._lose_node())
+        return self.turn()
+
+    async def _lose_node(self):
+        self.client.patience_s = 0
+        (node,) = self.arenas.alive
+        node.lose("it was silent")
+        await asyncio.wait({node._tasks[0]}, timeout=30)
+        self.desks[1].die()
+
+    def _lost(self, node):
+        """As in the loop."""
+        self.ledger.write_off(node.origin)
+        self.sink.drop_lost()
+        assert self.source.replicas.lose(self.source.replicas.every[1], "its node is lost")
+        self.dispatcher.give_up_lost()
+
+    def lose_replica(self):
+        """The second env server died."""
+        self.desks[1].die()
+        return self.turn()
 
     def answer(self, number, reward, reply, arrived):
         """A reply reaches its request, or (not `arrived`) travels until the next `arrive` or a cancel."""
         result = episode_from_wire({**reply, "episode": {**reply["episode"], "reward": reward}}, 100)
-        self.desk.travelling[number] = result
+        (desk,) = (desk for desk in self.desks if number in desk.open)
+        desk.travelling[number] = result
         return self.arrive() if arrived else self.turn()
 
     def arrive(self):
         """What travels reaches its request."""
-        while self.desk.travelling:
-            number, result = self.desk.travelling.popitem()
-            self.desk.open[number][2].set_result(result)
+        for desk in self.desks:
+            while desk.travelling:
+                number, result = desk.travelling.popitem()
+                desk.open[number][2].set_result(result)
         return self.turn()
 
     def ship(self):
-        """The next step's micro batches on the wire, by rank; None while there is no batch or one is out."""
+        """The next step: each rank's micro batches on the wire, and {origin: url}; None while there is no batch or one
+        is out."""
+        return self.loop.run_until_complete(self._ship())
+
+    async def _ship(self):
         batch = None if self.out else self.sink.cut(self.step + 1)
         if batch is None:
             return None
@@ -196,10 +304,15 @@ class Orchestrator:
         self.sink.shipped(batch)
         packed = pack(batch.samples, seq_len=SEQ_LEN, num_ranks=RANKS)
         self.ledger.ship(packed, self.step)
-        return [micro_batches_to_wire(micros) for micros in packed]
+        await self.arenas.flush()
+        nodes = self.arenas.urls({handle for micros in packed for micro in micros for handle in micro.handles})
+        return [micro_batches_to_wire(micros) for micros in packed], nodes
 
     def durable(self):
         """The step is; the one before it was kept until now, and this one is from now on."""
+        self.loop.run_until_complete(self._durable())
+
+    async def _durable(self):
         self.out = False
         self.ledger.let_go(self.step - RETAIN)
         self.dispatcher.serving(self.step)
@@ -211,9 +324,17 @@ class Orchestrator:
         many episodes had which outcome, or returned late."""
         self.loop.run_until_complete(self._stop())
         _, given_up = self.turn()
+        held = self.loop.run_until_complete(self._release())
+        return held, given_up, self.episodes.take_counts() | {"late": sum(desk.late for desk in self.desks)}
+
+    async def _release(self):
         for step in range(self.step - RETAIN, self.step + 1 - self.out):
             self.ledger.let_go(step)
-        return len(self.ledger.close()), given_up, self.episodes.take_counts() | {"late": self.desk.late}
+        held = len(self.ledger.close())
+        if self.source.replicas.every[1].lost:
+            self.arenas.discard(RUN)
+        await self.arenas.flush()
+        return held
 
     async def _stop(self):
         self.running.cancel()
@@ -225,8 +346,10 @@ class Orchestrator:
     def close(self):
         self.arena.close()
         if not self.running.done():  # killed: what would run from here on reaches no arena
-            self.ledger._arena = Mock()
+            self.ledger._arenas = Mock(adopt=AsyncMock(return_value={}))
+            self.client.close()
             self.loop.run_until_complete(self._stop())
+        self.loop.run_until_complete(self.arenas.close())
         self.loop.close()
 
 
@@ -243,18 +366,20 @@ class Rank:
 
     def __init__(self, address, rank):
         self.arena, self.views = Watched.attach(address, reader=rank), []
+        client.PATIENCE_S = READ_S
+        self.blocks = StepBlocks(self.arena, rank, ArenaConfig(), NodeConfig(), TOKEN)
 
-    def hold(self, wire):
+    def hold(self, wire, nodes):
         """Dies, if it is killed now, in the middle of an assembly."""
-        for micro in micro_batches_from_wire(wire):
+        for micro in self.blocks.here(micro_batches_from_wire(wire), nodes):
             for handle in micro.handles:
-                with contextlib.suppress(StaleHandle):
+                with contextlib.suppress(StaleHandle, ForeignArena):
                     self.views.append(self.arena.get(handle))
 
-    def read(self, wire):
+    def read(self, wire, nodes):
         """(readable, loss tokens) of every micro batch; AssertionError for a wrong byte."""
         found = []
-        for micro in micro_batches_from_wire(wire):
+        for micro in self.blocks.here(micro_batches_from_wire(wire), nodes):
             try:
                 batch = assemble(self.arena, micro, verify=True)
             except LostPayload:
@@ -269,11 +394,44 @@ class Rank:
         while self.views:
             self.views.pop().release()
 
-    def done(self, wire):
-        self.arena.done([handle for micro in micro_batches_from_wire(wire) for handle in micro.handles])
+    def done(self, wire, nodes):
+        self.blocks.done(micro_batches_from_wire(wire))
+        for telling in self.blocks._telling.values():
+            telling.submit(int).result()  # nobody is told any more
 
     def close(self):
         self.release()
+        self.blocks.close()
+        self.arena.close()
+
+
+# ----------------------------------------------------------------------------------------------------- the second node
+
+
+class Node:
+    """Its server."""
+
+    def __init__(self, address, port):
+        self.arena = Watched.attach(address)
+        self.server = NodeServer(self.arena, TOKEN, f"127.0.0.1:{port}")
+        self.twice = self.arena.twice
+
+    def drop(self):
+        """Does what the next call of the orchestrator asks for, and breaks off before the answer."""
+        service = self.server.service
+        whole = service.answer
+
+        def answer(method, target, fields, body):
+            reply = whole(method, target, fields, body)
+            if target == "/v1/owner/apply":
+                service.answer = whole
+                raise ConnectionAbortedError("the answer is lost")
+            return reply
+
+        service.answer = answer
+
+    def close(self):
+        self.server.close()
         self.arena.close()
 
 
@@ -289,92 +447,3 @@ def check(micro, batch):
         assert np.array_equal(batch.routing[here][: sample.R], branch.rows["routing"].values[: sample.R]), tag
         assert batch.routing_covered[here].tolist() == [True] * sample.R + [False] * (sample.T - sample.R), tag
         at += sample.T
-
-
-# ------------------------------------------------------------------------------------------------ where roles live
-
-ROLES = {"worker": Worker, "orchestrator": Orchestrator, "rank": Rank}
-
-
-class Local:
-    """A role in this process. Killed, it leaves its blocks as a dead process does: what is sealed has no owner."""
-
-    def __init__(self, role, *args):
-        self.role = ROLES[role](*args)
-        self.twice = self.role.arena.twice
-
-    def __call__(self, verb, *args):
-        return getattr(self.role, verb)(*args)
-
-    def kill(self, moment, verb, *args):
-        """Dies before or after what a verb does to the arena."""
-        if moment:
-            self(verb, *args)
-        self.role.close()
-
-    def close(self):
-        self.role.close()
-
-
-class Remote:
-    """A role in a process of its own, forked by the nursery. A call returns its answer or raises its error."""
-
-    nursery = listener = None  # of the test that runs it
-
-    def __init__(self, role, *args):
-        self.twice = []
-        self.nursery.say(" ".join(map(str, (self.listener.address, role, *args))))
-        self.pipe = self.listener.accept()
-        self.pidfd = os.pidfd_open(self.pipe.recv())
-
-    def __call__(self, verb, *args):
-        self.pipe.send((verb, args))
-        assert self.pipe.poll(60), f"{verb} hangs"
-        kind, value, self.twice[:] = self.pipe.recv()
-        if kind == "error":
-            raise AssertionError(f"{verb} raised {value}")
-        return value
-
-    def kill(self, moment, verb, *args):
-        """SIGKILL so many seconds after it was told to do something: before, while or after it does it."""
-        self.pipe.send((verb, args))
-        time.sleep(moment)
-        with contextlib.suppress(ProcessLookupError):  # it closed, and left
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        self._gone()
-
-    def close(self):
-        self("close")
-        self._gone()
-
-    def _gone(self):
-        """Its end; the kernel has let go of its locks by then."""
-        assert select.select([self.pidfd], [], [], 60)[0], "it does not end"
-        os.close(self.pidfd)
-        self.pipe.close()
-
-
-def live(path, role, *args):
-    """Until told to close: (verb, arguments) -> ("ok", value, freed twice) or ("error", text, freed twice)."""
-    with Client(path) as pipe:
-        one = ROLES[role](args[0], *map(int, args[1:]))
-        pipe.send(os.getpid())
-        verb = None
-        while verb != "close":
-            verb, given = pipe.recv()
-            try:
-                answer = "ok", getattr(one, verb)(*given)
-            except Exception as error:
-                answer = "error", f"{type(error).__name__}: {error}"
-            pipe.send((*answer, one.arena.twice))
-
-
-def nursery():
-    """Forks a role for every line "path role address ...": a fork is fifty times cheaper than an interpreter."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    logging.disable(logging.WARNING)
-    tree()
-    for line in sys.stdin:
-        if os.fork() == 0:
-            live(*line.split())
-            os._exit(0)

@@ -80,7 +80,7 @@ def test_a_killed_env_worker_is_replaced_and_the_run_goes_on(run):
     one.assert_nothing_left()
     lines = one.metrics()
     assert [line["step"] for line in lines] == STEPS
-    assert (
-        sum(line["episodes/failed"] for line in lines) <= 16
-    )  # those it was running, half of max_inflight, and no more
-    assert sum(line["episodes/shipped"] for line in lines) == 6 * 16
+    failed = sum(line["episodes/failed"] for line in lines)
+    assert failed <= 16  # those it was running, half of max_inflight, and no more
+    shipped = sum(line["episodes/shipped"] for line in lines)
+    assert 6 * 16 <= shipped <= 6 * 16 + 3 * failed  # a step's groups of 4 stay whole: with one of 3 they are 19

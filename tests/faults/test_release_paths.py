@@ -69,6 +69,14 @@ PATHS = {
         "orchestrator/test_ledger.py::test_a_shared_prefix_is_freed_with_its_last_sample",
         "orchestrator/test_ledger.py::test_a_block_of_two_retained_steps_is_freed_when_the_last_is_let_go",
     ),
+    "a group's prompt, whose episodes are requests of their own": (
+        "env/test_shared_rows.py::test_16_requests_of_one_group_store_46_000_rows_over_two_workers",
+        "env/test_shared_rows.py::test_what_no_reply_brought_to_the_client_is_freed_with_the_last_request",
+        "env/test_shared_rows.py::test_requests_of_a_group_that_end_while_they_are_stored_leave_nothing",
+        "env/test_shared_rows.py::test_a_worker_killed_while_it_stores_the_prompt_leaves_it_to_the_next",
+        "env/test_shared_rows.py::test_a_worker_killed_in_the_middle_of_a_group_takes_nothing_from_its_siblings",
+        "orchestrator/test_episodes.py::test_a_prompt_stays_while_its_group_is_under_way",
+    ),
     "trained on another node": (
         "node/test_copies.py::test_ranks_that_ask_at_once_cause_one_transfer_each_and_the_last_done_frees",
         "node/test_server.py::test_delete_is_done_by_a_reader_and_the_last_one_frees",
@@ -93,6 +101,11 @@ PATHS = {
     "the death of an env server": ("env/test_server.py::test_a_signal_leaves_nothing",),
     "the death of a node server": (
         "node/test_copies.py::test_a_node_server_killed_and_started_again_adopts_its_copies",
+    ),
+    "the loss of a node, with all that was armed and not fetched": (
+        "orchestrator/test_arenas.py::test_a_lost_node_is_written_off_and_everything_there_is_gone",
+        "orchestrator/test_nodes.py::test_a_replica_and_a_node_that_are_lost_take_only_themselves",
+        "trainer/test_nodes.py::test_a_lost_node_costs_its_own_samples_alone",
     ),
     "the death of a rank, of the orchestrator, of the launcher": (
         "faults/test_kill.py::test_a_killed_role_ends_the_run_and_resume_finishes_it",

@@ -15,7 +15,7 @@ import pytest
 
 from shmrl.arena import inspect
 from shmrl.errors import ForeignArena
-from shmrl.orchestrator import replay
+from shmrl.orchestrator import export
 from shmrl.orchestrator.shipped import kept_in
 from tests.support.clock import wait_until
 from tests.support.runs import RUN, START_S, slow, with_model
@@ -43,7 +43,7 @@ def test_a_trainer_killed_between_assembly_and_release_reads_the_same_bytes_agai
     one = run(text=with_model(DYING), **settings, **{"trainer.ranks": 2, "orchestrator.seq_len": 128}).start()
     wait_until((tmp_path / "died").exists, START_S, "the death of a rank")
     file = tmp_path / "step_4"
-    replay.export(4, one.output_dir, file, None)  # while the trainer is away
+    export.export(4, one.output_dir, file, None)  # while the trainer is away
     code, output = one.finish()
     assert code == 0, output
     assert "restarting trainer (1 of 1)" in output

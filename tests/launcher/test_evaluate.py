@@ -24,6 +24,8 @@ from tests.test_cli import cli
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ENVIRONMENT = """
+import asyncio
+import time
 from pathlib import Path
 
 from shmrl.env import Environment, Episode
@@ -40,7 +42,7 @@ class Graded(Environment):
     async def rollout(self, task, model):
         await model.chat_text([{"role": "user", "content": task.id}])
         while self.hang and task.data["reward"] != 1.0:
-            await __import__("asyncio").sleep(60)
+            time.sleep(600) if self.hang == "block" else await asyncio.sleep(600)
         if task.data["reward"] is None and not Path("mended").exists():
             raise RuntimeError("no reward today")
         return Episode(task.data["reward"] or 0.0)
@@ -80,7 +82,8 @@ def test_every_rollout_is_a_line_and_the_table_has_both_measures(plan, capsys):
     assert len({row["seed"] for row in rows(plan)}) == 8
     assert {row["task"] for row in rows(plan)} == {"eval-0", "eval-1"}
     assert all(row["messages"][0]["role"] == "user" for row in rows(plan) if row["source"] == "reverse-text")
-    header, graded, _ = capsys.readouterr().out.splitlines()
+    header, graded, _, last = capsys.readouterr().out.splitlines()
+    assert last == f"rollouts: {plan.out}"
     assert header.split() == ["source", "tasks", "rollouts", "failed", "avg@2", "pass@2"]
     assert graded.split() == ["graded-Graded", "2", "4", "0", "0.7500", "0.5000"]
 
@@ -110,11 +113,12 @@ def test_a_server_of_someone_else_is_evaluated_by_its_url_and_its_token_is_kept_
 def test_rollouts_that_failed_are_told_and_tried_again(plan, place, capsys):
     plan = replace(plan, tasks=99)
     assert evaluate(plan) == 1
-    assert capsys.readouterr().out.split()[-6:] == ["graded-Graded", "4", "8", "2", "0.4375", "0.2500"]
+    assert capsys.readouterr().out.split()[-8:-2] == ["graded-Graded", "4", "8", "2", "0.4375", "0.2500"]
+    assert {row.get("where") for row in rows(plan)} == {None, "graded.py:22, in rollout"}
     assert {row.get("error") for row in rows(plan)} == {None, "RuntimeError: no reward today"}
     (place / "mended").touch()
     assert evaluate(plan) == 0
-    assert capsys.readouterr().out.split()[-6:] == ["graded-Graded", "4", "8", "0", "0.4375", "0.2500"]
+    assert capsys.readouterr().out.split()[-8:-2] == ["graded-Graded", "4", "8", "0", "0.4375", "0.2500"]
     assert len(rows(plan)) == 10
 
 
@@ -260,7 +264,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(plan, place)
         evaluate(replace(plan, tokenizer=None))
     with pytest.raises(ConfigError, match="the same name: graded-Graded, graded-Graded"):
         evaluate(replace(plan, sources=[*plan.sources, *plan.sources]))
-    assert not plan.out.exists() or not plan.out.read_bytes()
+    assert not plan.out.exists()
 
 
 @pytest.mark.parametrize(
@@ -271,11 +275,41 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(plan, place)
         (["reverse-text", "--model", "m", "--sampling.top-q", "1"], "did you mean top_p?"),
         (["--url", "http://a:1", "--model", "m"], "max_turns is required for openenv:http://a:1"),
         (["nowhere.toml", "--model", "m"], "nowhere.toml"),
+        (
+            ["code-exec", "--model", "m"],
+            "error: code-exec: code-exec runs what a model wrote: set serve.sandbox = 'bwrap'",
+        ),
+        (["reverse-text", "--model", "m"], "--model m: neither an engine's URL nor a directory with a config.json"),
     ],
 )
 def test_the_commands_refusals(arguments, said, place):
     done = cli("eval", *arguments)
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert not (place / "eval.jsonl").exists()
+
+
+@pytest.mark.parametrize("how", ["sleep", "block"])
+def test_a_rollout_that_hangs_ends_at_its_deadline(plan, how):
+    flags = {"env.args.hang": f'"{how}"', "serve.request_timeout_s": "3"}
+    assert evaluate(replace(plan, sources=load_eval("graded:Graded", flags), rollouts=1, concurrency=1)) == 1
+    done, late = rows(plan)
+    assert (done["reward"], late["error"]) == (1.0, "Timeout: no end within 3 s (serve.request_timeout_s)")
+
+
+def test_an_interruption_says_what_is_kept_and_ends_it(plan, model_dir):  # noqa: F811
+    command = [sys.executable, "-m", "shmrl", "eval", "graded:Graded", "--env.args.hang", "true", "-n", "2", "-r", "1"]
+    command += ["--model", plan.model, "--tokenizer", str(model_dir), "--out", str(plan.out)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as one:
+        asyncio.run(until(lambda: plan.out.exists() and plan.out.read_bytes().count(b"\n") == 1))
+        one.send_signal(signal.SIGINT)
+        said = one.communicate(timeout=60)[1]
+    assert one.returncode == -signal.SIGINT
+    assert "Traceback" not in said
+    (line,) = [line for line in said.splitlines() if "interrupted: " in line]
+    kept = f"interrupted: 1 of 2 rollouts are done and kept in {plan.out}: the same command goes on with them; 1 run, "
+    assert kept in line
+    assert ": graded-Graded, task eval-1 (ended after serve.request_timeout_s = 300)" in line
+    assert len(rows(plan)) == 1
 
 
 def test_a_task_set_that_cannot_be_read_ends_it(plan, monkeypatch):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,7 +85,7 @@ def test_a_sandbox_without_bwrap_is_refused_before_anything_starts(load, monkeyp
 
 def test_a_path_without_a_model_is_named(load, tmp_path):
     (line,) = problems(load(RUN.replace("[model.tiny]", f'[model]\npath = "{tmp_path}"')))
-    assert line.startswith(f"model.path: {tmp_path}/config.json does not describe a model: FileNotFoundError")
+    assert line.startswith(f"model.path: {tmp_path}/config.json does not describe a model: No such file or directory")
 
 
 def test_unknown_environments_are_named_with_their_source_all_at_once(load):
@@ -214,3 +215,23 @@ async def test_remote_sessions_that_cannot_suffice_are_refused(load):
         assert preflight._remote(load(text.replace(client.server.url, "http://127.0.0.1:9"))) == []
         enough = load(text, orchestrator__max_inflight=15, orchestrator__group_size=5, orchestrator__batch_size=15)
         assert await asyncio.to_thread(preflight._remote, enough) == []
+
+
+def test_other_interpreters_are_asked_after_all_else_and_at_once(load, tmp_path):
+    """One that knows the environment and one that does not answer like it; what is wrong elsewhere is said as well."""
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh\necho asked >> {tmp_path}/log; exec {sys.executable} "$@"\n""")
+    python.chmod(0o755)
+    more = f'serve.python = "{python}"\n[[orchestrator.eval.source]]\nname = "b"\nenv.id = "my_env:Nothing"\n'
+    text = f'{RUN}{more}serve.python = "{python}"\n'
+    assert problems(load(text)) == [
+        f"orchestrator.eval.source 'b': serve.python = '{python}': env id 'my_env:Nothing': there is no module "
+        f"'my_env' on the Python path or in {os.getcwd()}"
+    ]
+    assert (tmp_path / "log").read_text() == "asked\n" * 2
+
+
+def test_an_environment_of_verifiers_names_what_it_needs(load):
+    (found,) = problems(load(RUN.replace('env.id = "reverse-text"', 'legacy.id = "reverse-text"')))
+    assert found.startswith("orchestrator.train.source 'a': env id 'legacy:reverse-text': a [legacy] environment needs")
+    assert "pip install 'verifiers<0.2'" in found

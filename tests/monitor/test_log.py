@@ -47,3 +47,43 @@ def test_json_lines_are_one_object_each_with_the_traceback_inside():
 def test_the_environment_sets_the_level():
     assert lines(False, SHMRL_LOG_LEVEL="debug")[0].endswith("not shown")
     assert len(lines(False, SHMRL_LOG_LEVEL="critical")) == 0
+
+
+VANISHED = """
+import asyncio, logging, socket
+from aiohttp import web
+from shmrl.config.tables import Log
+from shmrl.monitor.log import setup
+
+async def main():
+    setup("page", Log())
+    failed = asyncio.Event()
+    logging.getLogger("aiohttp.server").addFilter(lambda record: failed.set() or True)
+    async def bug(request):
+        raise KeyError("a bug of ours")
+    app = web.Application()
+    app.router.add_get("/bug", bug)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    for sent in (b"GET /bug HTTP/1.1\\r\\n\\r\\n", b"GET /bug HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n"):
+        failed.clear()
+        reader, writer = await asyncio.open_connection(*site._server.sockets[0].getsockname())
+        writer.write(sent)
+        await asyncio.wait_for(failed.wait(), 30)
+        writer.close()
+    await runner.cleanup()
+
+asyncio.run(main())
+"""
+
+
+def test_what_a_client_does_wrong_is_a_line_and_a_bug_a_traceback():
+    done = subprocess.run([sys.executable, "-c", VANISHED], capture_output=True, text=True, timeout=60, check=True)
+    first, second, *rest = done.stderr.splitlines()
+    assert first[8:].startswith(
+        " W page aiohttp.server: Error handling request from 127.0.0.1: BadHttpMessage: 400, message:"
+    )
+    assert second[8:].startswith(" E page aiohttp.server: Error handling request")
+    assert (rest[0], rest[-1]) == ("Traceback (most recent call last):", "KeyError: 'a bug of ours'")

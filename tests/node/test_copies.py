@@ -156,6 +156,29 @@ def test_a_node_server_killed_and_started_again_adopts_its_copies(there, here, s
             assert here.stats()["blocks"] == 0
 
 
+def test_a_rank_that_comes_back_takes_over_its_own_copies_and_nobody_elses(there, here, server):
+    """Ranks without a server of their node; else the first to come back would hold what the other reads again."""
+    handles, nodes = shipped(there, 4, ranks=2), {there.origin: server.url}
+    mine = {0: handles[:2], 1: handles[2:]}
+    with Client(TOKEN) as client:
+        for reader in mine:
+            with Arena.attach(here.address) as arena:
+                copies = Copies(arena, client, whose=str(reader))
+                assert len(copies.want(mine[reader], nodes, reader, 20.0)) == 2
+                copies._pool.shutdown()
+        here.sweep()
+        assert here.stats()["orphaned"] == 4
+        for reader in mine:
+            with Arena.attach(here.address) as arena:
+                copies = Copies(arena, client, whose=str(reader))
+                assert len(copies.want(mine[reader], nodes, reader, 20.0)) == 2
+                assert copies.counters["fetched"] == 0
+                copies.done(mine[reader], nodes, reader)
+                copies._pool.shutdown()
+            assert here.stats()["blocks"] == (2, 0)[reader]
+    assert server.counters["sent_bytes"] == 4 * 100_000
+
+
 def test_a_node_server_killed_in_the_middle_of_a_fetch_leaves_nothing_half(there, here):
     """The origin stops in the middle of a block, the fetching server is killed, both come back."""
     (handle,), ports = shipped(there, 1, nbytes=8 << 20), (free_ports(1), free_ports(1))
@@ -260,4 +283,4 @@ def test_statistics_name_the_copies_and_the_tag_says_of_what_they_are(there, her
     assert here.stats(by="source")["by"]["fetched"]["blocks"] == 1
     assert Handle.parse(here.ls()[0]["tag"].split("/")[2]) == handle
     with Arena.attach(here.address) as other:
-        assert Copies(other, Client(TOKEN))._copies.keys() == {handle}
+        assert Copies(other, Client(TOKEN))._copies == {}  # they stay with who fetched them while that lives

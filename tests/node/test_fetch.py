@@ -16,6 +16,7 @@ from shmrl.node.blocks import moved
 from shmrl.node.client import Client
 from shmrl.node.server import NodeServer
 from shmrl.node.service import Reply
+from shmrl.node.transfer import fetch_one
 from shmrl.payload import assemble, encode, pack
 from tests.node.conftest import TOKEN, held, noise, process
 from tests.payload import branches
@@ -144,6 +145,33 @@ def test_what_will_not_pass_is_raised_at_once_and_leaves_nothing(there, here, se
         with pytest.raises(ArenaFull):
             fetch(small, [larger], nodes, token=TOKEN)
     assert here.stats()["blocks"] == 0
+
+
+def test_a_server_that_was_given_up_is_waited_for_once_and_asked_again(there, here):
+    """Else each of a lost node's blocks would cost its reader another patience."""
+    handles, port = [there.put(b"x" * n) for n in (1, 2, 3)], free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    with Client(TOKEN, patience_s=0.2) as client:
+        with pytest.raises(NodeError, match=r"given up after [2-9]\d* attempts"):
+            fetch_one(here, client, handles[0], url)
+        with pytest.raises(NodeError, match="given up after 1 attempts"):
+            fetch_one(here, client, handles[1], url)
+        with NodeServer(there, TOKEN, f"127.0.0.1:{port}"):
+            here.free([fetch_one(here, client, handle, url) for handle in handles])
+        with pytest.raises(NodeError, match=r"given up after [2-9]\d* attempts"):
+            fetch_one(here, client, handles[2], url)
+    assert here.stats()["blocks"] == 0
+
+
+def test_a_connection_to_a_server_that_was_started_again_costs_no_patience(there, here):
+    """What was kept is dead, and says nothing about the server."""
+    handles, port = [there.put(b"x" * n) for n in (1, 2)], free_ports(1)
+    with Client(TOKEN, patience_s=0) as client:
+        for handle in handles:
+            with NodeServer(there, TOKEN, f"127.0.0.1:{port}"):
+                here.free([fetch_one(here, client, handle, f"http://127.0.0.1:{port}")])
+        with pytest.raises(NodeError, match=r"given up after 1 attempts in .*Connection refused"):
+            fetch_one(here, client, handles[0], f"http://127.0.0.1:{port}")
 
 
 def test_a_server_that_stays_away_is_given_up_after_the_timeout(there, here):

@@ -30,7 +30,7 @@ experts = 4
 capacity = "16MiB"
 [orchestrator]
 batch_size = 8
-seq_len = 64
+seq_len = 256
 [[orchestrator.train.source]]
 name = "a"
 env.id = "reverse-text"

@@ -8,13 +8,14 @@ import pytest
 
 from shmrl.arena import Arena
 from shmrl.orchestrator.admission import Admission
+from shmrl.orchestrator.arenas import Arenas
 from shmrl.orchestrator.dispatcher import Dispatcher
 from shmrl.orchestrator.episodes import Episodes
 from shmrl.orchestrator.ledger import Ledger
 from shmrl.orchestrator.loop import RELIEF_S
 from shmrl.orchestrator.sinks import TrainSink
-from shmrl.orchestrator.sources import Source
 from tests.env.conftest import model_dir  # noqa: F401 (a fixture: a tokenizer and a router's shape)
+from tests.orchestrator import fakes
 
 
 @pytest.fixture
@@ -42,13 +43,14 @@ def parts(arena):
     tasks = []
 
     def build(tree, clients, fail_limit=1000, longest_bytes=2048, spills=False):
-        ledger = Ledger(arena, tree.trainer.ranks)
+        arenas = Arenas(arena)
+        ledger = Ledger(arenas, tree.trainer.ranks)
         episodes = Episodes(ledger, tree.run.name, tree.orchestrator.inflight, fail_limit)
-        sources = [Source(tree, index, client) for index, client in enumerate(clients)]
+        sources = [fakes.source(tree, index, client) for index, client in enumerate(clients)]
         sink = TrainSink(tree, ledger, episodes)
         wake = asyncio.Event()
         admission = Admission(longest_bytes, spills=spills)
-        dispatcher = Dispatcher(tree, sources, episodes, sink, "a", wake.set, arena, admission)
+        dispatcher = Dispatcher(tree, sources, episodes, sink, "a", wake.set, arenas, admission)
         made = SimpleNamespace(**locals())
         tasks.append(made)
         return made

@@ -4,6 +4,8 @@ import asyncio
 import itertools
 
 from shmrl.config import RunTree
+from shmrl.orchestrator.replicas import Place, Replica
+from shmrl.orchestrator.sources import Source
 from shmrl.payload import Branch, encode
 from shmrl.types import EpisodeResult, ErrorInfo, Task
 
@@ -13,7 +15,7 @@ def tree(tmp_path, *, sources=("a",), evals=(), ranks=1, **orchestrator):
     settings = {"batch_size": 4, "group_size": 2, "max_off_policy_steps": 0, "seq_len": 64} | orchestrator
     if "token_batch_size" in orchestrator:
         del settings["batch_size"]
-    env = {"env": {"id": "reverse-text"}, "sampling": {"max_tokens": 16}}
+    env = {"env": {"id": "reverse-text"}, "sampling": {"max_tokens": 8}}
     train = [env | (item if isinstance(item, dict) else {"name": item}) for item in sources]
     settings |= {"train": {"source": train}, "eval": {"source": [env | item for item in evals]}}
     return RunTree.model_validate(
@@ -24,6 +26,12 @@ def tree(tmp_path, *, sources=("a",), evals=(), ranks=1, **orchestrator):
             "trainer": {"ranks": ranks, "router_replay": False, "sampling_replay": False},
         }
     )
+
+
+def source(tree, index, *clients):
+    """Source `index` with a replica per client."""
+    replicas = [Replica(client, Place(f"tcp://10.0.0.{n}:5000", f"node{n}")) for n, client in enumerate(clients, 1)]
+    return Source(tree, index, replicas, list(tree.inference.engine_urls))
 
 
 def sample(arena, tag="t/a/g/0", T=10, S=6, version=0, prefix=None):
@@ -51,7 +59,7 @@ class Client:
         stop = start + n if self.size is None else min(start + n, self.size)
         return [Task(f"{split}{i}", {}, i) for i in range(start, stop)]
 
-    async def run_rollout(self, task, *, model, group_id, seed, keep, tag):
+    async def run_rollout(self, task, *, model, group_id, seed, keep, tag, shares=False):
         self.asked.append((task.id, model, group_id, seed, keep, tag))
         outcome = self.play(next(self.calls))
         if asyncio.iscoroutine(outcome):

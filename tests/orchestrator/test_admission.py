@@ -3,7 +3,7 @@
 import pytest
 
 from shmrl.arena import Arena
-from shmrl.orchestrator.admission import WINDOW, Admission, Room, Standstill, stored_bytes
+from shmrl.orchestrator.admission import WINDOW, Admission, Room, Standstill, share_bytes
 from tests.orchestrator.fakes import sample
 
 FULL = 1000
@@ -65,10 +65,10 @@ def test_a_size_is_a_high_quantile_of_the_last_ones_and_follows_them():
 
 
 @pytest.mark.parametrize("T", [10, 300, 2000, 4000, 60_000])
-def test_stored_bytes_are_what_the_arena_takes(T):
+def test_an_episodes_share_is_what_the_arena_takes(T):
     with Arena.create("16MiB") as arena:
         made = sample(arena, T=T, S=T // 2)
-        assert stored_bytes([made, made]) == arena.stats()["used_bytes"] > 0
+        assert share_bytes([made], [made], 1) == arena.stats()["used_bytes"] > 0
         arena.free(made.handles)
         arena.unlink()
 

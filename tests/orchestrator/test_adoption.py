@@ -38,7 +38,7 @@ def shipped(arena, path, samples):
     return steps
 
 
-def test_whole_groups_are_scored_shipped_steps_held_and_everything_else_freed(arena, before, parts, tmp_path, worker):
+async def test_whole_groups_are_scored_shipped_steps_held_and_all_else_freed(arena, before, parts, tmp_path, worker):
     sent = episode(before, "t/a/0f-11/0") + episode(before, "t/a/0f-11/1")
     steps = shipped(before, tmp_path, sent)
     whole = [*episode(before, "t/a/0f-12/0", 2), *episode(before, "t/a/0f-12/1", reward=1.0)]
@@ -53,7 +53,7 @@ def test_whole_groups_are_scored_shipped_steps_held_and_everything_else_freed(ar
     before.close()  # as its death would: its blocks are orphans
 
     p = parts(tree(tmp_path, sources=("a", "b"), max_off_policy_steps=1), [Client(worker), Client(worker)])
-    assert adopt(arena, "t", p.sources, p.ledger, p.sink, steps) == 16
+    assert await adopt(p.arenas, "t", p.sources, p.ledger, p.sink, steps) == 16
     held = p.ledger.open()
     kept = [*sent, *whole, *with_worker]
     assert set(held) == {sample.handles[0] for sample in kept}
@@ -79,7 +79,7 @@ def test_whole_groups_are_scored_shipped_steps_held_and_everything_else_freed(ar
     assert arena.stats()["blocks"] == 0
 
 
-def test_what_branches_share_is_adopted_with_them_and_freed_with_the_last(arena, before, parts, tmp_path, worker):
+async def test_what_branches_share_is_adopted_with_them_and_freed_with_the_last(arena, before, parts, tmp_path, worker):
     prompts = [encode(before, Branch([7, 8], [0, 0], [0.0, 0.0]), f"t/a/{tag}") for tag in ("0f-1", "0f-1/0", "0f-2")]
     meta = {"task": "train7", "version_start": 3, "version_end": 4}
     samples = [
@@ -91,7 +91,7 @@ def test_what_branches_share_is_adopted_with_them_and_freed_with_the_last(arena,
     ]  # fmt: skip
     before.close()
     p = parts(tree(tmp_path, batch_size=2, max_off_policy_steps=1), [Client(worker)])
-    assert adopt(arena, "t", p.sources, p.ledger, p.sink, ShippedSteps(tmp_path / "steps")) == 2
+    assert await adopt(p.arenas, "t", p.sources, p.ledger, p.sink, ShippedSteps(tmp_path / "steps")) == 2
     assert set(p.ledger.open()) == {handle for sample in samples for handle in sample.handles}
     assert (arena.stats()["blocks"], arena.stats()["freed"]) == (5, 1)  # the prompt of nobody is gone
     first, second = p.sink.cut(5).episodes
@@ -102,7 +102,7 @@ def test_what_branches_share_is_adopted_with_them_and_freed_with_the_last(arena,
     assert (arena.stats()["blocks"], arena.stats()["freed"]) == (0, 6)
 
 
-def test_a_group_that_loses_a_block_on_the_way_is_freed_whole(arena, before, parts, tmp_path, worker, monkeypatch):
+async def test_a_group_that_loses_a_block_is_freed_whole(arena, before, parts, tmp_path, worker, monkeypatch):
     samples = episode(before, "t/a/0f-2/0") + episode(before, "t/a/0f-2/1")
     before.close()
     p = parts(tree(tmp_path), [Client(worker)])
@@ -114,5 +114,5 @@ def test_a_group_that_loses_a_block_on_the_way_is_freed_whole(arena, before, par
         adopted(self, handles)
 
     monkeypatch.setattr(Arena, "adopt", losing)
-    assert adopt(arena, "t", p.sources, p.ledger, p.sink, ShippedSteps(tmp_path / "steps")) == 3
+    assert await adopt(p.arenas, "t", p.sources, p.ledger, p.sink, ShippedSteps(tmp_path / "steps")) == 3
     assert (p.sink.pending, p.ledger.open(), arena.stats()["blocks"]) == (0, {}, 0)

@@ -7,6 +7,7 @@ import pytest
 
 from shmrl.errors import RunError, ServerDied, TasksetError
 from shmrl.orchestrator.episodes import OUTCOMES
+from shmrl.orchestrator.replicas import Place, Replica
 from shmrl.types import ErrorInfo
 from tests.orchestrator.conftest import collect, finish, until
 from tests.orchestrator.fakes import Client, tree
@@ -48,6 +49,22 @@ async def test_128_groups_of_which_3_raise_and_1_hangs(tmp_path, arena, worker, 
     p.ledger.release(batch.samples)
     await finish(p)
     assert arena.stats()["blocks"] == 0
+
+
+@pytest.mark.parametrize("turns", range(1, 8))
+async def test_an_episode_that_is_given_up_before_it_began_gives_its_permit_back(tmp_path, worker, parts, turns):
+    p = parts(tree(tmp_path, batch_size=8, group_size=2, max_inflight=6), [Client(worker, lambda call: forever())])
+    running = asyncio.create_task(p.dispatcher.run())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    await p.dispatcher.stop()
+    async with asyncio.timeout(5):
+        for _ in range(6):
+            await p.episodes.permits.acquire()
+    for _ in range(6):
+        p.episodes.permits.release()
+    await finish(p)
 
 
 async def test_nothing_of_batch_n_starts_before_version_n_minus_1_serves(tmp_path, worker, parts):
@@ -326,3 +343,21 @@ async def test_a_group_its_environment_scores_is_one_request(tmp_path, arena, wo
 
 def test_outcomes_are_the_pinned_ones():
     assert OUTCOMES == ("shipped", "filtered", "stale", "failed", "cancelled", "timed_out")
+
+
+async def test_only_the_death_of_the_last_replica_ends_the_run_and_it_is_named(tmp_path, worker, parts, caplog):
+    def dying(number):
+        return lambda call: ServerDied(f"env server tcp://10.0.0.{number}:5000 died")
+
+    p = parts(tree(tmp_path, batch_size=8, group_size=2), [Client(worker, dying(1))])
+    p.sources[0].replicas.every.append(Replica(Client(worker, dying(2)), Place("tcp://10.0.0.2:5000", "node2")))
+    with pytest.raises(ServerDied) as died:
+        await collect(p, 1)
+    (last,) = p.sources[0].replicas.alive
+    (first,) = (replica for replica in p.sources[0].replicas.every if replica.lost)
+    assert last.place.address in str(died.value)
+    assert (
+        f"source 'a' goes on without its replica at {first.place.address} on {first.place.node}, 1 are left"
+        in caplog.text
+    )
+    await finish(p)

@@ -20,7 +20,7 @@ EPISODE = 7 * 65536  # what one takes: 384 B of routing per token, and the rest
 def site(directory, model_dir, engine, capacity, *, batch=BATCH, group=4, **flags):
     """Episodes of 448 KiB; as many may be under way as nine batches have."""
     text = CONFIG.replace("batch_size = 8", f"batch_size = {batch}").replace("group_size = 4", f"group_size = {group}")
-    text = text.replace("top_p = 0.95, top_k = 32, max_tokens = 8", f"max_tokens = {TOKENS}")
+    text = text.replace("top_p = 0.95, top_k = 32, max_tokens = 8", f"max_tokens = {TOKENS - 1}")
     text = text.replace("max_model_len = 256", "max_model_len = 2000").replace("seq_len = 256", f"seq_len = {TOKENS}")
     given = {
         "run__max_steps": str(STEPS), "trainer__head": "0", "orchestrator__max_off_policy_steps": str(AHEAD),
@@ -125,7 +125,7 @@ async def test_a_group_that_is_larger_than_the_arena_is_refused(tmp_path, model_
         output, _ = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 1
         text = output.decode()
-        assert "RunError: the arena is too small: group" in text
+        assert "shmrl: error: the arena is too small: group" in text
         assert "of source 'words' cannot be finished. Its 8 episodes take about 3." in text
         assert "of 2.0 MiB are used, 0 finished groups wait for the rest of their batch" in text
         assert "Set arena.capacity to 3." in text

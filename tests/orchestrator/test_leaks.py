@@ -6,6 +6,7 @@ import pytest
 
 from shmrl.errors import RunError
 from shmrl.orchestrator import loop
+from shmrl.orchestrator.replicas import Place
 from tests.orchestrator.fakes import sample, tree
 
 
@@ -13,10 +14,10 @@ async def test_blocks_that_nobody_released_fail_the_run_and_are_named(tmp_path, 
     monkeypatch.setattr(loop, "SETTLE_S", 0.0)
     run = tree(tmp_path)
     run = run.model_copy(update={"arena": run.arena.model_copy(update={"address": arena.address})})
-    orchestrator = loop.Orchestrator(run, resume=False)
+    orchestrator = loop.Orchestrator(run, False, [[Place("tcp://127.0.0.1:1")]])
     held, read = sample(worker, "t/a/a-0/0"), sample(worker, "t/a/a-0/1")
     other = worker.put(b"another run's", tag="u/a/a-0/0")
-    orchestrator.ledger.adopt([held], "t/a/a-0/0")
+    await orchestrator.ledger.adopt([held], "t/a/a-0/0")
     worker.ship(read.handles, readers=3, step=7)
     worker.done(read.handles, reader=1)
     orchestrator.drained = True

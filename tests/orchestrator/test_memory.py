@@ -14,7 +14,7 @@ STEPS = 10
 async def _run(directory, model_dir, tokens, steps):
     """Metrics of a run whose episodes have about `tokens` tokens each."""
     text = CONFIG.replace("batch_size = 8", "batch_size = 16").replace(
-        "top_p = 0.95, top_k = 32, max_tokens = 8", f"max_tokens = {tokens}"
+        "top_p = 0.95, top_k = 32, max_tokens = 8", f"max_tokens = {tokens - 1}"
     )
     text = text.replace("max_model_len = 256", f"max_model_len = {2 * LONG}").replace(
         "seq_len = 256", f"seq_len = {LONG}"

@@ -128,3 +128,33 @@ async def test_a_broadcast_that_fails_pauses_nobody(policy):
         with pytest.raises(EngineError, match=f"{two.url}: shmrl_receive_weights: OSError: no room"):
             await made.serve("/w/step_1", 1)
         assert one.calls == two.calls == ["/collective_rpc"]
+
+
+async def test_an_engine_that_stays_away_drops_out_and_the_others_take_up_the_version(policy, monkeypatch):
+    monkeypatch.setattr("shmrl.orchestrator.policy.AWAY_S", 0.2)
+    async with FakeVllm() as one:
+        two = FakeVllm()
+        await two.start()
+        made = policy(one, two)
+        await made.serve("/w/step_1", 1)
+        await two.stop()
+        await made.serve("/w/step_2", 2)
+        assert made._engine.urls == [one.url]
+        assert (one.label, one.open.is_set()) == ("2", True)
+    with pytest.raises(EngineError):  # the last one
+        await made.serve("/w/step_3", 3)
+
+
+async def test_an_engine_that_is_back_in_time_goes_on(policy):
+    async with FakeVllm() as one:
+        two = FakeVllm()
+        await two.start()
+        made = policy(one, two)
+        await made.serve("/w/step_1", 1)
+        await two.stop()
+        serving = asyncio.ensure_future(made.serve("/w/step_2", 2))
+        await asyncio.sleep(0)
+        await two.start(int(two.url.rsplit(":", 1)[1]))
+        await asyncio.wait_for(serving, 30)
+        assert (one.label, two.label) == ("2", "2")
+        await two.stop()

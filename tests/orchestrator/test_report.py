@@ -1,5 +1,7 @@
 """What a batch says in metrics.jsonl, and which rollouts are shown."""
 
+import json
+
 import pytest
 
 from shmrl.config import load_run
@@ -32,8 +34,9 @@ def test_a_warm_up_says_ten_lines_and_nothing_of_a_mismatch(tmp_path, capsys):
         "[model.tiny]\n[warmup]\nsteps = 300\n[orchestrator]\nbatch_size = 8\n[[orchestrator.train.source]]\n"
         'name = "a"\nenv.id = "reverse-text"\n'
     )
-    report = StepReport(load_run([path]), None, None, [], None)
-    for step in range(1, 301):
+    report = StepReport(load_run([path], {"run.output_dir": str(tmp_path / "out")}), None, None, [], None)
+    for step in range(1, 302):
         report.warmed_up(step, {"train/loss": 0.5, "train/mismatch_kl": 0.0})
+    assert json.loads((tmp_path / "out" / "warmup.json").read_text()) == {"step": 300, "steps": 300}
     shown = [1, *range(30, 301, 30)]
     assert capsys.readouterr().out.splitlines() == [f"warm-up step {step}/300 | loss 0.5000" for step in shown]

@@ -37,7 +37,7 @@ def impatient(monkeypatch):
 class Writer(Client):
     """Writes in a thread, where it may wait for space, like an env worker; a cancelled one gives its place up."""
 
-    async def run_rollout(self, task, *, model, group_id, seed, keep, tag):
+    async def run_rollout(self, task, *, model, group_id, seed, keep, tag, shares=False):
         self.asked.append((task.id, model, group_id, seed, keep, tag))
         reward = self.play(next(self.calls))
         if asyncio.iscoroutine(reward):

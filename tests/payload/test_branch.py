@@ -160,3 +160,13 @@ def test_meta_holds_plain_values():
 
 def test_an_unregistered_field_is_named():
     refused("hidden", fields={"hidden": np.zeros((3, 4))})
+
+
+def test_arrays_at_odd_addresses_are_as_good():
+    raw = b"x" + np.array([[[3, 1]], [[0, 2]]], np.int32).tobytes()
+    routing = np.frombuffer(raw, np.int32, offset=1).reshape(2, 1, 2)
+    assert not routing.flags.aligned
+    branch = Branch([5, 6, 7], [0, 1, 1], [0, -0.1, -0.7], routing=routing, num_experts=4)
+    assert branch.rows["routing"].values.flags.aligned
+    with pytest.raises(PayloadError, match="3"):
+        Branch([5, 6, 7], [0, 1, 1], [0, -0.1, -0.7], routing=routing, num_experts=3)

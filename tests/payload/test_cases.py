@@ -8,11 +8,16 @@ import pytest
 from tests.support.named import checks_of
 
 BRANCH, ROUTING, ASSEMBLE = "payload/test_branch.py::", "payload/test_routing.py::", "payload/test_assemble.py::"
-ENCODE, INGEST, PACK, TORCH = (f"payload/test_{room}.py::" for room in ("encode", "ingest", "pack", "torch"))
-LEDGER, SINKS, RUN, REPLAY = (f"orchestrator/test_{room}.py::" for room in ("ledger", "sinks", "run", "replay"))
+ENCODE, INGEST, HEADS, PACK, TORCH = (
+    f"payload/test_{room}.py::" for room in ("encode", "ingest", "heads", "pack", "torch")
+)
+ANSWERS = "inference/test_answers.py::"
+LEDGER, SINKS, RUN, EXPORT, SOURCES = (
+    f"orchestrator/test_{room}.py::" for room in ("ledger", "sinks", "run", "export", "sources")
+)
 STEP, LOST, NODES = (f"trainer/test_{room}.py::" for room in ("step", "lost", "nodes"))
 FETCH, SERVER, PREFLIGHT = "node/test_fetch.py::", "node/test_server.py::", "launcher/test_preflight.py::"
-GATHER = "payload/test_gather.py::"
+GATHER, BLOCKS = "payload/test_gather.py::", "node/test_blocks.py::"
 
 CASES = {
     "RR-01 the last token has no row": {
@@ -125,8 +130,9 @@ CASES = {
         BRANCH + "test_head_keeps_minus_inf_and_refuses_nan_and_none": 'float("nan")',
     },
     "TK-06 null": {
-        INGEST + "test_null_logprobs_and_text_tokens_are_refused": "null at position 1",
-        INGEST + "test_heads_that_are_incomplete": "caught.value.position",
+        ANSWERS + "test_unreadable_answers": "^u sent",
+        HEADS + "test_heads_that_are_incomplete": "caught.value.position",
+        HEADS + "test_masks": "None at position 1",
         BRANCH + "test_head_keeps_minus_inf_and_refuses_nan_and_none": "position=(0, 1), value=None",
     },
     "TK-07 the sampled token comes first": {
@@ -154,8 +160,9 @@ CASES = {
         PREFLIGHT + "test_sixteen_gibibytes_of_heads_do_not_fit_an_arena_of_eight": "16 << 30",
     },
     "FR-02 an old step again": {
-        REPLAY + "test_a_step_of_a_dead_run_assembles_in_a_fresh_process_to_the_same_digests": "sha256",
-        REPLAY + "test_a_step_of_a_live_run_is_found_chosen_and_written": "no micro batch 2:0",
+        EXPORT + "test_blocks_of_other_nodes_are_fetched_into_the_file": 'both["arrays"] == one["arrays"]',
+        EXPORT + "test_a_step_of_a_dead_run_assembles_in_a_fresh_process_to_the_same_digests": "sha256",
+        EXPORT + "test_a_step_of_a_live_run_is_found_chosen_and_written": "no micro batch 2:0",
         LEDGER + "test_a_block_of_two_retained_steps_is_freed_when_the_last_is_let_go": "== (0, 2, 2)",
     },
     "FR-06 a prompt is stored once": {
@@ -167,9 +174,12 @@ CASES = {
     "FR-07 a rank reads its layers and tokens": {
         ASSEMBLE + "test_a_rank_of_four_stages_and_two_context_ranks_reads_an_eighth": "* 8 == full.routing.nbytes",
         GATHER + "test_a_rank_of_four_stages_and_two_context_ranks_reads_an_eighth_of_the_pages": "sha256(share)",
+        BLOCKS + "test_ranks_that_read_their_layers_and_tokens_share_one_transfer": 'server.counters["sent_bytes"]',
     },
     "FR-09 a hard mode, and a resume": {
         NODES + "test_required_shared_memory_refuses_a_remote_reader": "allows shared memory alone",
+        SOURCES
+        + "test_a_replica_of_another_node_is_refused_where_shared_memory_is_required": "allows shared memory alone",
         FETCH + "test_a_server_killed_in_the_middle_and_started_again_is_resumed": "sent_bytes",
     },
     "FR-10 nobody else gets them": {

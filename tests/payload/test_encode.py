@@ -8,11 +8,13 @@ import msgpack
 import numpy as np
 import pytest
 
+from shmrl.arena._ctl import crc_blocks
 from shmrl.errors import LostPayload, PayloadError
 from shmrl.payload import (
     Branch,
     BranchBuilder,
     Routing,
+    _payload,
     encode,
     micro_batches_from_wire,
     micro_batches_to_wire,
@@ -23,7 +25,7 @@ from shmrl.payload import (
     sample_from_wire,
     sample_to_wire,
 )
-from shmrl.payload.header import Header
+from shmrl.payload.header import Header, align
 from shmrl.types import MicroBatch
 from tests.payload.branches import make, routes
 
@@ -222,6 +224,53 @@ def test_blocks_that_are_no_payload(arena):
         read_header(arena, arena.put(b"", tag=TAG))
 
 
+def crafted(arena, change):
+    """A block whose header says something else; `change` edits its map."""
+    good = encode(arena, make(9, 3), tag=TAG).handles[0]
+    with arena.get(good) as view:
+        data = bytes(view)
+    size = int.from_bytes(data[8:12], "little")
+    body = msgpack.unpackb(data[16 : 16 + size])
+    change(body)
+    raw = msgpack.packb(body)
+    head = data[:8] + len(raw).to_bytes(4, "little") + data[12:16] + raw
+    return arena.put(head.ljust(align(len(head)), b"\0") + data[align(16 + size) :], tag=TAG)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda body: body.pop("columns"), "columns of the header cannot be read .KeyError: 'columns'"),
+        (lambda body: body.update(columns=[["tokens", "<i4"]]), "columns of the header"),
+        (lambda body: body.update(columns=3), "columns of the header"),
+        (lambda body: body["columns"][0].__setitem__(1, "nonsense"), "columns of the header"),
+        (lambda body: body["columns"][0].__setitem__(1, "O"), "columns of the header"),
+        (lambda body: body["columns"][0].__setitem__(2, [-9]), "sizes and an offset are expected"),
+        (lambda body: body["columns"][0].__setitem__(2, [1 << 40]), "ends behind the block's"),
+        (lambda body: body["columns"].pop(0), "the header has no column .'tokens'"),
+        (lambda body: body["columns"].pop(1), "the header has no column .'loss_mask'"),
+        (lambda body: body.update(fields=["mask"], columns=body["columns"][:3]), "no column .'mask', 'mask/offsets'"),
+        (lambda body: body.update(fields=["spleen"]), "no such field"),
+        (lambda body: body.pop("prefix"), "prefix of the header"),
+        (lambda body: body.update(prefix=[[b"short", 0, 3]]), "prefix of the header cannot be read .a handle is 32"),
+        (lambda body: body.pop("T"), "missing .'T'"),
+        (lambda body: body.update(more=1), "unknown .'more'"),
+        (lambda body: body.update(T="9"), "T of the header cannot be read .a str"),
+        (lambda body: body.update(meta=None), "meta of the header"),
+    ],
+)
+def test_a_crafted_header_is_refused_and_says_where(arena, change, match):
+    with pytest.raises(PayloadError, match=match):
+        read_header(arena, crafted(arena, change))
+
+
+def test_a_header_that_is_no_map_is_refused(arena):
+    raw = msgpack.packb(7)
+    block = arena.put(b"SHMB" + bytes([1, 0, 0, 0, len(raw), 0, 0, 0]) + bytes(4) + raw, tag=TAG)
+    with pytest.raises(PayloadError, match="the map of the header"):
+        read_header(arena, block)
+
+
 def test_raw_and_processed_sources_are_refused_at_packing(arena):
     raw = encode(arena, make(9, 3, meta={"logprobs_mode": "raw"}), tag="run1/math/g/e")
     processed = encode(arena, make(9, 3, salt=1, meta={"logprobs_mode": "processed"}), tag="run1/code/g/e")
@@ -289,3 +338,14 @@ def test_stitched_rows_are_of_the_branchs_model(arena):
     assert Branch(tokens, loss, logprobs, routing=routing.stitch(3), num_experts=8).R == 3
     with pytest.raises(PayloadError, match="rows of 8 experts for 16"):
         Branch(tokens, loss, logprobs, routing=routing.stitch(3), num_experts=16)
+
+
+def test_rows_that_are_copied_with_their_checksums_fit_on_both_sides():
+    rows, crcs = np.arange(300_000, dtype=np.uint8), np.empty(5, np.uint32)
+    target = np.zeros_like(rows)
+    _payload.copy_rows(rows, target, 65536, crcs)
+    assert (target == rows).all()
+    assert crcs.tobytes() == crc_blocks(rows, 65536)
+    for wrong in ((rows, target[1:], 65536, crcs), (rows, target, 65536, crcs[1:]), (rows, target, 0, crcs)):
+        with pytest.raises(ValueError, match=r"bytes into .* checksums of"):
+            _payload.copy_rows(*wrong)

@@ -12,8 +12,7 @@ import pytest
 
 from shmrl.errors import PayloadError
 from shmrl.payload import BranchBuilder
-from shmrl.payload.forms import engine_rows
-from shmrl.payload.ingest import head_rows, logprobs_content, mask_from_logprobs, mask_rows, routed_experts
+from shmrl.payload.forms import engine_rows, routed_experts
 from tests.payload.branches import routes
 
 RECORDED = Path(__file__).parent.parent / "data" / "vllm"
@@ -133,69 +132,6 @@ def test_npy_that_cannot_be_routing():
         routed_experts(base64.b64encode(whole[:-1]).decode())
 
 
-def test_recorded_032_answer():
-    answer = choice("v0.32.0_v2_generate_topk_topp_minp")
-    rows, start = routed_experts(answer["routed_experts"])
-    assert (rows.shape, rows.dtype, start) == ((17, 4, 2), np.uint8, None)
-    assert rows[0].tolist() == [[4, 7], [6, 7], [7, 6], [0, 6]]
-    tokens, logprobs, top = logprobs_content(answer["logprobs"]["content"])
-    assert tokens == answer["token_ids"] == [407, 329, 421, 407, 69, 471]
-    assert mask_from_logprobs(top) == answer["sampling_mask"]  # the derived set is the engine's own
-    ids, counts = mask_rows(answer["sampling_mask"])
-    assert counts.tolist() == [17, 19, 13, 16, 17, 18]
-    assert ids[:3].tolist() == [19, 77, 81]
-    head_ids, head_logprobs = head_rows(top, tokens, 40)
-    assert head_ids.shape == (6, 41)
-    assert head_ids[:, 0].tolist() == tokens
-    assert np.allclose(head_logprobs[:, 0], logprobs)
-    assert np.allclose(np.exp(head_logprobs[:, 1:].astype(float)).sum(1), 1, atol=1e-4)
-    assert np.isneginf(head_logprobs[0]).sum() == 40 - 17
-
-
-def test_recorded_030_answer():
-    answer = choice("v0.30.0_v1runner_processed_inference_v1_generate")
-    rows, _ = routed_experts(answer["routed_experts"])
-    assert rows.shape == (15, 4, 2)
-    tokens, _, top = logprobs_content(answer["logprobs"]["content"])
-    assert tokens == [377, 250, 290, 454]
-    ids, _ = head_rows(top, tokens, 3)
-    assert ids[0].tolist() == [377, 179, 483, 377]  # sampled first, then the top 3 by probability
-
-
-def test_head_layouts():
-    top = [([7, 2, 9], [-0.2, -2.1, -3.0]), ([4, 7, 2, 9], [-6.0, -0.2, -2.1, -9999.0])]
-    ids, logprobs = head_rows(top, [7, 4], 3)
-    assert ids.tolist() == [[7, 7, 2, 9], [4, 7, 2, 9]]
-    assert logprobs[0].tolist() == pytest.approx([-0.2, -0.2, -2.1, -3.0])
-    assert np.isneginf(logprobs[1, 3])
-    plain, _ = head_rows(top, None, 3)
-    assert plain.tolist() == [[7, 2, 9], [7, 2, 9]]
-
-
-@pytest.mark.parametrize(
-    ("top", "position"),
-    [
-        ([([1, 2], [-0.1, None])], (0, 1)),
-        ([([1, 2], [-0.1, -0.2]), ([1], [-0.1])], 1),
-        ([([3, 2], [-0.1, -0.2])], 0),
-    ],
-)
-def test_heads_that_are_incomplete(top, position):
-    with pytest.raises(PayloadError) as caught:
-        head_rows(top, [1] * len(top), 2)
-    assert (caught.value.field, caught.value.position) == ("head", position)
-
-
-def test_null_logprobs_and_text_tokens_are_refused():
-    with pytest.raises(PayloadError, match="null at position 1"):
-        logprobs_content([{"token_id": 1, "logprob": -0.1}, {"token_id": 2, "logprob": None}])
-    with pytest.raises(PayloadError, match="no token id at position 0: 'A'"):
-        logprobs_content([{"token": "A", "logprob": -0.1}])
-    with pytest.raises(PayloadError, match="None at position 1"):
-        mask_rows([[1], None])
-    assert [part.tolist() for part in mask_rows([[5, 9], [5], [7, 7, 2]])] == [[5, 9, 5, 7, 7, 2], [2, 1, 3]]
-
-
 # ------------------------------------------------------------------------------------------------------ conversations
 
 
@@ -292,7 +228,8 @@ def test_another_prompt_is_another_branch():
         ({"routed_experts": None}, "routing: the engine returned none"),
         ({"routed_experts": npy(routes(9).astype(np.uint8))}, "routing: 9 rows for 4 tokens"),
         ({"routed_experts": npy(routes(1).astype(np.uint8))}, "routing: 1 rows for 4 tokens, of which 0"),
-        ({"top_logprobs": None}, "head: 0 rows for 2"),
+        ({"top_logprobs": None}, "head: none for 2"),
+        ({"top_logprobs": [([3, 4], [-0.5, -1.0])]}, "head: 1 rows for 2"),
         ({"sampling_mask": [[3]]}, "mask: 1 kept sets for 2"),
         ({"logprobs": [-0.1]}, "logprobs: 1 for 2"),
         ({"weight_versions": [("main", 0, 2)]}, "has no number"),

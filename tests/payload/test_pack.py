@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from shmrl.errors import PayloadError
 from shmrl.payload import pack
-from shmrl.payload.pack import estimated_flops
+from shmrl.payload.pack import UNEVEN, estimated_flops
 from shmrl.types import Handle, Sample
 
 
-def ref(i, T, *, S=None, fields=("routing", "head", "mask"), **meta):
-    handle = Handle.pack(node=1, arena=1, slot=i, generation=0, nbytes=T, nonce=b"\0" * 8)
+def ref(i, T, *, S=None, fields=("routing", "head", "mask"), node=1, **meta):
+    handle = Handle.pack(node=node, arena=1, slot=i, generation=0, nbytes=T, nonce=b"\0" * 8)
     shapes = {"routing": (2, 2, 8), "head": (4,), "mask": ()}
     meta = {"source": f"s{i}", "shapes": {name: shapes[name] for name in fields}} | meta
     return Sample(((handle, 0, T),), T, T // 2 if S is None else S, T - 1, tuple(fields), meta)
@@ -94,20 +94,70 @@ def test_sources_that_cannot_be_trained_together_are_named(first, second, what):
         pack([ref(0, 5, source="math", **first), ref(1, 5, source="code", **second)], seq_len=100, num_ranks=1)
 
 
+def on_nodes(*lengths):
+    """Samples of these lengths, node by node."""
+    placed = [(node, T) for node, theirs in enumerate(lengths) for T in theirs]
+    return [ref(i, T, node=node) for i, (node, T) in enumerate(placed)]
+
+
+def cost_of_losing(ranks, node):
+    """Samples in micro batches that have one of this node."""
+    micros = [micro.samples for rank in ranks for micro in rank]
+    return sum(len(m) for m in micros if any(sample.handles[0].node == node for sample in m))
+
+
+@pytest.mark.parametrize(("num_ranks", "seq_len"), [(1, 4096), (1, 320), (2, 256), (2, 4096), (4, 256)])
+def test_a_lost_node_costs_its_own_samples_and_no_others(num_ranks, seq_len):
+    samples = on_nodes([60, 50, 40, 30, 20, 10, 50, 60], [10, 20, 30, 40, 50, 60, 60, 50])
+    ranks = pack(samples, seq_len=seq_len, num_ranks=num_ranks)
+    assert contents(ranks) == list(range(16))
+    assert [cost_of_losing(ranks, node) for node in (0, 1)] == [8, 8]
+
+
+def test_micro_batches_by_node_are_as_many_and_as_level():
+    lengths = [[200 + 37 * (i * (node + 3) % 50) for i in range(64)] for node in range(4)]
+    together = [T for theirs in lengths for T in theirs]
+    mixed = pack(on_nodes(together), seq_len=8192, num_ranks=4)
+    apart = pack(on_nodes(*lengths), seq_len=8192, num_ranks=4)
+    assert len(apart[0]) == len(mixed[0])
+    work = [max(sum(estimated_flops(s) for b in rank for s in b.samples) for rank in ranks) for ranks in (apart, mixed)]
+    assert work[0] <= UNEVEN * work[1]
+    assert [cost_of_losing(apart, node) for node in range(4)] == [64] * 4
+
+
+def test_work_stays_level_where_one_node_has_most_of_it():
+    ranks = pack(on_nodes([100] * 9, [100] * 3), seq_len=4096, num_ranks=2)
+    assert [sum(len(micro.samples) for micro in rank) for rank in ranks] == [6, 6]
+
+
+def test_a_micro_batch_is_of_several_nodes_where_there_are_more_of_those():
+    ranks = pack(on_nodes(*[[100]] * 6), seq_len=4096, num_ranks=2)
+    assert [len(micro.samples) for rank in ranks for micro in rank] == [3, 3]
+    assert [cost_of_losing(ranks, node) for node in range(6)] == [3] * 6
+
+
+def test_what_does_not_fit_beside_its_own_goes_to_another_nodes():
+    samples = on_nodes([90, 10], [60, 40], [70, 30])
+    ranks = pack(samples, seq_len=100, num_ranks=1)
+    assert len(ranks[0]) == 3
+    tight = pack(on_nodes([90], [60, 50], [30, 40, 10]), seq_len=100, num_ranks=1)
+    assert contents(tight) == list(range(6))
+
+
 def test_nothing_to_pack():
     assert pack([], seq_len=100, num_ranks=2) == [[], []]
 
 
 @settings(max_examples=150)
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 64), st.booleans(), st.booleans()), max_size=40),
+    lengths=st.lists(st.tuples(st.integers(1, 64), st.booleans(), st.booleans(), st.integers(0, 3)), max_size=40),
     ranks=st.integers(1, 5),
     multiple=st.sampled_from([1, 4, 16]),
 )
 def test_every_sample_exactly_once_within_bounds(lengths, ranks, multiple):
     samples = [
-        ref(i, T, S=T if trained else 0, fields=("routing", "mask") if routed else ("mask",))
-        for i, (T, routed, trained) in enumerate(lengths)
+        ref(i, T, S=T if trained else 0, fields=("routing", "mask") if routed else ("mask",), node=node)
+        for i, (T, routed, trained, node) in enumerate(lengths)
     ]
     packed = pack(samples, seq_len=64, num_ranks=ranks, pad_to_multiple_of=multiple)
     assert contents(packed) == list(range(len(samples)))

@@ -8,7 +8,7 @@ from shmrl.arena import crc32c
 from shmrl.errors import ChecksumError, LostPayload, PayloadError, RunError, ShmrlError
 from shmrl.payload import assemble, encode
 from shmrl.payload.header import align
-from shmrl.payload.replay import assembled, show
+from shmrl.payload.reassemble import assembled, show
 from shmrl.payload.stepfile import _PREFIX, StepFile, write
 from shmrl.types import MicroBatch
 from tests.payload.branches import make

@@ -17,8 +17,8 @@ from shmrl.trainer.step import Stepper
 _assemble = Stepper._assemble
 
 
-def _recorded(self, step, micro_batches):
-    share = _assemble(self, step, micro_batches)
+def _recorded(self, step, *given):
+    share = _assemble(self, step, *given)
     directory, rank = Path(os.environ["SHMRL_TEST_READ"]), self._ranks.rank
     for number, (_, batch) in enumerate(share.work):
         np.savez(directory / f"{step}-{rank}-{number}-{os.getpid()}.npz", **batch.arrays())

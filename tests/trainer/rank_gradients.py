@@ -21,7 +21,7 @@ from torch.multiprocessing import start_processes
 from shmrl import wire
 from shmrl.arena import Arena
 from shmrl.config import Loss, load_run
-from shmrl.config.tables import Lora
+from shmrl.config.training import Lora
 from shmrl.payload import micro_batches_from_wire
 from shmrl.trainer import checkpoint, models
 from shmrl.trainer.losses import LossOutput

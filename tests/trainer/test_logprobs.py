@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from shmrl.config.tables import Trainer
+from shmrl.config.training import Trainer
 from shmrl.trainer.logprobs import KeptSets, token_logprobs
 
 

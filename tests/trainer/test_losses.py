@@ -8,7 +8,7 @@ import torch
 from shmrl.config import Loss
 from shmrl.errors import ConfigError, RunError
 from shmrl.trainer.logprobs import token_logprobs
-from shmrl.trainer.losses import LossInputs, LossOutput, make_loss, mismatch_kl, supervised
+from shmrl.trainer.losses import LossInputs, LossOutput, _repeated, make_loss, mismatch_kl, supervised
 from tests.trainer.test_logprobs import exact
 
 
@@ -36,10 +36,20 @@ def test_icepop_drops_ratios_outside_its_band():
     assert grad == pytest.approx([-1.0, 0.0, -0.42, 4.9, 0.0], abs=1e-5)
 
 
-def test_icepop_survives_extreme_ratios():
+@pytest.mark.parametrize("kind", ["icepop", "ipo"])
+def test_bands_survive_extreme_ratios(kind):
     x = inputs([1e-30, 1e30], [1.0, 1.0])
-    out, grad = gradient(make_loss(Loss()), x)
+    out, grad = gradient(make_loss(Loss(kind=kind)), x)
     assert (out.loss.item(), grad) == (0.0, [0.0, 0.0])
+
+
+def test_ipo_drops_tokens_whose_probability_moved_further_than_eps():
+    """The sampler's probability is 1/e: 0.1 of it is the ratio 1.27 and 0.73."""
+    x = inputs([1.0, 1.26, 1.28, 0.74, 0.72], [1.0, 1.0, 2.0, -1.0, 1.0])
+    out, grad = gradient(make_loss(Loss(kind="ipo", eps=0.1)), x)
+    assert out.masked.tolist() == [False, False, True, False, True]
+    assert out.loss.item() == pytest.approx(-(1.0 + 1.26 - 0.74), abs=1e-5)
+    assert grad == pytest.approx([-1.0, -1.26, 0.0, 0.74, 0.0], abs=1e-5)
 
 
 def test_cispo_clips_a_detached_weight():
@@ -130,6 +140,12 @@ def test_a_repeated_head_id_counts_once():
     once = logit_gradient(P.log().tolist(), Q, 3, [0, 1], 1.0, loss)[1]
     twice = logit_gradient(P.log().tolist(), Q, 3, [0, 1, 0], 1.0, loss)[1]
     assert torch.allclose(once, twice, atol=1e-7)
+
+
+def test_each_row_of_a_head_knows_its_own_repeats():
+    ids = torch.randint(0, 6, (50, 8), generator=torch.Generator().manual_seed(0))
+    wanted = [[id_ in row[:at] for at, id_ in enumerate(row)] for row in ids.tolist()]
+    assert _repeated(ids).tolist() == wanted
 
 
 def test_centering_without_a_head_is_an_error():

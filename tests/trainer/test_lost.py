@@ -108,7 +108,7 @@ def test_no_rank_is_done_with_a_block_before_all_agree(make_tree, ranks, arena, 
 def test_a_stand_in_has_a_real_route_and_no_loss(make_tree, ranks, arena, hundreds):
     micro_batches = [micro_batch(sample) for sample in hundreds]
     arena.free(list(micro_batches[1].handles))
-    share = stepper(make_tree(), ranks, arena)._assemble(1, micro_batches)
+    share = stepper(make_tree(), ranks, arena)._assemble(1, micro_batches, {})
     (_, first), (dummy, batch), *_ = share.work
     assert (dummy.samples, dummy.num_tokens, int(batch.loss_mask.sum())) == ((), 1, 0)
     assert np.array_equal(batch.routing, first.routing[:1])

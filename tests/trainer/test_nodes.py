@@ -54,13 +54,17 @@ def test_two_arenas_train_the_same_bytes_as_one(make_tree, ranks, arena, elsewhe
     expected, weights = step(tree, ranks, arena, local)
     retire(arena, samples, 1)
     assert arena.stats()["blocks"] == 0
+    index = {sample.handles[0]: number for number, sample in enumerate(samples)}
 
     samples = [*put(arena, branches[::2]), *put(there, branches[1::2])]
     samples = [sample for pair in zip(samples[:6], samples[6:], strict=True) for sample in pair]
     samples = [dataclasses.replace(s, advantage=sign(i)) for i, s in enumerate(samples)]
     for place in (arena, there):
         place.ship([h for s in samples for h in s.handles if h.origin == place.origin], readers=2, step=1)
-    (mixed,) = pack(samples, seq_len=96, num_ranks=1)
+    mixed = [
+        dataclasses.replace(micro, samples=tuple(samples[index[one.handles[0]]] for one in micro.samples))
+        for micro in local  # else packed by node, and summed in another order
+    ]
     mixed = micro_batches_from_wire(micro_batches_to_wire(mixed))
     with NodeServer(arena, TOKEN) as own:
         if served:
@@ -75,6 +79,9 @@ def test_two_arenas_train_the_same_bytes_as_one(make_tree, ranks, arena, elsewhe
     retire(arena, samples[::2], 1)
     retire(there, samples[1::2], 1)
     assert (arena.stats()["blocks"], there.stats()["blocks"]) == (0, 0)
+    for place in (arena, there):  # copies, too
+        stats = place.stats(exact=True)
+        assert stats["created"] == stats["freed"] > 0
 
 
 def sign(index):
@@ -94,6 +101,20 @@ def test_a_block_lost_on_another_node_drops_its_micro_batch(make_tree, ranks, ar
     assert arena.stats()["blocks"] == 0
     retire(there, samples[1:], 1)
     assert there.stats()["blocks"] == 0
+
+
+def test_a_lost_node_costs_its_own_samples_alone(make_tree, ranks, arena, elsewhere, branches):
+    """Also in a step that one micro batch could hold, of which nothing would be left then."""
+    there, _ = elsewhere
+    here, theirs = put(arena, branches[:3]), put(there, branches[3:6])
+    for place, samples in ((arena, here), (there, theirs)):
+        place.ship([handle for sample in samples for handle in sample.handles], readers=2, step=1)
+    (micro_batches,) = pack([*here, *theirs], seq_len=4096, num_ranks=1)
+    metrics, _ = step(make_tree(), ranks, arena, micro_batches, {there.origin: ""})
+    assert metrics["payload/dropped_micro_batches"] == 1.0
+    assert metrics["train/tokens_per_s"] * metrics["time/train"] == pytest.approx(sum(sample.T for sample in here))
+    retire(arena, here, 1)
+    assert arena.stats()["blocks"] == 0
 
 
 def test_required_shared_memory_refuses_a_remote_reader(make_tree, ranks, arena, elsewhere, branches):

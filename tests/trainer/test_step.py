@@ -1,6 +1,7 @@
 """A step on one rank: real rollouts, a real arena, exact log-probabilities, and what is refused or dropped."""
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from benches.rollouts import rollouts
 from shmrl.errors import RunError
 from shmrl.payload import Branch
+from shmrl.trainer import step
 from shmrl.trainer.losses import LossOutput
 from shmrl.trainer.models import load_policy
 from shmrl.trainer.step import Stepper
@@ -34,6 +36,23 @@ def test_exact_on_policy(make_tree, ranks, arena, branches):
     assert arena.stats()["blocks"] == len(samples)  # the ledger's share
     retire(arena, samples, 1)
     assert arena.stats()["blocks"] == 0
+
+
+def test_a_rank_that_does_not_get_on_reading_says_so_and_ends(
+    make_tree, ranks, arena, branches, monkeypatch, caplog, capfd
+):
+    samples = put(arena, branches)
+    (micro_batches,) = ship(arena, samples, ranks=1)
+    ended = threading.Event()
+    monkeypatch.setattr("shmrl.monitor.watchdog._end", lambda code: ended.set())
+    reads = iter([lambda: ended.wait(60)])
+    real = step.assemble
+    monkeypatch.setattr(step, "assemble", lambda *args, **rest: (next(reads, bool)(), real(*args, **rest))[1])
+    one = stepper(make_tree(stall_timeout_s=0.2), ranks, arena)
+    one.run(1, micro_batches, lr=0.0)  # goes on here, because nothing ended it
+    assert "rank 0 stalled: reading step 1 has taken longer than 0.2 s" in caplog.text
+    assert "in _read" in capfd.readouterr().err
+    retire(arena, samples, 1)
 
 
 def test_exact_at_another_temperature(make_tree, ranks, arena, model_dir):

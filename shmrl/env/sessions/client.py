@@ -114,14 +114,16 @@ class RemoteSession:
     async def _hang_up(self) -> None:
         """Close without waiting for the peer, who may be stuck: the server ends the environment."""
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._socket.close(), 0.5)
+            async with asyncio.timeout(0.5):
+                await self._socket.close()
 
     async def close(self) -> None:
         """End the session; the server closes its environment."""
         if not self.broken:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 await self._socket.send_str('{"type":"close"}')
-                await asyncio.wait_for(self._socket.receive(), CLOSE_S)  # it hangs up when the slot is free
+                async with asyncio.timeout(CLOSE_S):  # it hangs up when the slot is free
+                    await self._socket.receive()
         self.broken = True
         await self._hang_up()
 

@@ -11,13 +11,12 @@ import re
 import secrets
 import sys
 import sysconfig
-from types import TracebackType
 from typing import Any, Self
 
 from shmrl.config import EnvServerConfig, ServeConfig
 from shmrl.config.addresses import is_loopback
 from shmrl.config.load import validated
-from shmrl.config.tree import REMOTE
+from shmrl.config.sources import REMOTE
 from shmrl.env.child import EnvServerChild
 
 START_S = 600.0
@@ -92,9 +91,7 @@ class SessionHost:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
 

@@ -62,7 +62,8 @@ class SessionProcess:
         if grace_s:
             self._link.send(0, "end", b"")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ended.wait(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await self.ended.wait()
         if not self.ended.is_set():
             with contextlib.suppress(ProcessLookupError):  # the template was quicker to bury it than we to hear of it
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -93,7 +94,7 @@ class Template:
         if "error" in self.facts:
             if self.facts["error"] == ConfigError.__name__:
                 raise ConfigError(self.facts["message"])
-            raise TasksetError(self.facts["traceback"])
+            raise TasksetError.of(self.facts["traceback"])
 
     def _launch(self, settings: bytes) -> None:
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -162,7 +163,8 @@ class Template:
         """Hang up: the template ends its sessions and itself; after CLOSE_S it is killed, and they with it."""
         self._end.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.died.wait(), CLOSE_S)
+            async with asyncio.timeout(CLOSE_S):
+                await self.died.wait()
         if not self.died.is_set():
             self._process.kill()
         await self.died.wait()

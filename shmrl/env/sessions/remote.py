@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ import aiohttp
 from shmrl.config.addresses import redacted
 from shmrl.env.interface import Environment, Episode, Generated, Split, Step, converse, task_seed
 from shmrl.env.sessions.client import Refused, RemoteSession
-from shmrl.errors import EnvError
+from shmrl.errors import EnvError, told
 from shmrl.types import Task
 
 if TYPE_CHECKING:
@@ -79,17 +80,22 @@ class RemoteEnv(Environment):
     # ------------------------------------------------------------------------------------------------------ as a client
 
     async def check(self) -> str:
-        """One line that says whether every server answers and has a session to give. EnvError if one does not."""
-        said = []
+        """A line per server: whether it answers and has a session to give, or why not. Raises nothing for that."""
+        self._complained = True  # by what is returned
         try:
-            for url in self.urls:
-                session = await self._dial(url)
-                state = await session.state()
-                await session.close()
-                said.append(f"{redacted(url)}: ok, {json.dumps(state)}")
+            return "\n".join([await self._check(url) for url in self.urls])
         finally:
             await self.teardown()
-        return "\n".join(said)
+
+    async def _check(self, url: str) -> str:
+        try:
+            session = await self._dial(url)
+            try:
+                return f"{redacted(url)}: ok, {json.dumps(await session.state())}"
+            finally:
+                await session.close()
+        except EnvError as error:
+            return str(error)
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[RemoteSession]:
@@ -227,7 +233,10 @@ class RemoteEnv(Environment):
         except TimeoutError:
             raise Refused(f"{redacted(url)} cannot be reached: no answer within {limit_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise Refused(redacted(f"{url} cannot be reached: {error or type(error).__name__}")) from None
+            refused = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            number = refused.errno if isinstance(refused, OSError) else None
+            why = os.strerror(number) if number is not None and number > 0 else told(error)  # names have negative ones
+            raise Refused(redacted(f"{url} cannot be reached: {why}")) from None
 
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:

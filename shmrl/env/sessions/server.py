@@ -13,15 +13,15 @@ it is the first part of the path (http://host:port/TOKEN, which every stock clie
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 import logging
 import resource
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any
 
-from aiohttp import ClientError, web
+from aiohttp import web
 
 from shmrl.config import EnvServerConfig
 from shmrl.config.addresses import is_loopback
@@ -29,9 +29,10 @@ from shmrl.env.sessions import frames
 from shmrl.env.sessions.conversation import GOING_AWAY, MAX_TEXT, Conversation, Over
 from shmrl.env.sessions.processes import SessionProcess, Template
 from shmrl.env.sessions.slots import Slots
-from shmrl.errors import ConfigError, EnvError, RunError, WorkerDied
+from shmrl.env.starting import cannot_bind, environment_settings, needs_sandbox, needs_token
+from shmrl.errors import ConfigError, EnvError, WorkerDied
 from shmrl.node.host import read_token
-from shmrl.node.ports import port_in_use
+from shmrl.node.web import BACKLOG, GONE, Door, url_of
 
 log = logging.getLogger(__name__)
 REFUSED_S = 1.0
@@ -43,6 +44,11 @@ GONE_S = 0.2
 LEAVING = "the server is shutting down"
 FILES, FILES_PER_SESSION = 256, 4
 """A session's: the client's socket, the link, the pidfd; one more for clients that are refused."""
+BESIDE, FEWEST_BESIDE = 512, 64
+"""Connections without a request, and requests beyond the sessions: as many of each as there can be open files."""
+
+LARGE, LARGE_AT_ONCE = 1 << 20, 8
+"""Bytes of a request's body from which only so many are read side by side."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -64,18 +70,22 @@ class SessionServer:
         self._stop = asyncio.Event()
         self._ready = asyncio.Event()
         self._conversations: set[asyncio.Task[Any]] = set()
+        self._reading = asyncio.Semaphore(LARGE_AT_ONCE)
         self._token = config.serve.token
 
     async def run(self) -> None:
         """Serve. Raises PortInUse, ConfigError, TasksetError with the environment's traceback, WorkerDied."""
+        needs_sandbox(self.config)
         host, port = self._place()
-        self._allow_files()
-        runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=CLOSE_TIMEOUT_S)
+        app = self._app()
+        beside = self._allow_files()
+        door = Door(app, beside, self._slots.most + beside)
+        runner = door.runner(access_log=None, shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()
         keeping: asyncio.Task[None] | None = None
         stopping = asyncio.create_task(self._stop.wait())
         try:
-            await self._listen(runner, host, port)
+            await self._listen(door, runner, host, port)
             keeping = asyncio.create_task(self._keep_template())
             await asyncio.wait({stopping, keeping}, return_when=asyncio.FIRST_COMPLETED)
             if keeping.done():
@@ -96,8 +106,9 @@ class SessionServer:
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
-    def _allow_files(self) -> None:
-        """Raise this process's limit of open files to what all sessions need; ConfigError beyond the hard limit."""
+    def _allow_files(self) -> int:
+        """Raise this process's limit of open files to what all sessions need -> connections that may wait beside them,
+        and requests. ConfigError beyond the hard limit."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = FILES + FILES_PER_SESSION * self._slots.most
         if needed > hard != resource.RLIM_INFINITY:
@@ -105,47 +116,33 @@ class SessionServer:
                 f"serve.max_concurrent_envs = {self._slots.most} takes {needed:,} open files, and the hard limit is "
                 f"{hard:,} (ulimit -Hn)"
             )
-        if needed > soft != resource.RLIM_INFINITY:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        beside = BESIDE if hard == resource.RLIM_INFINITY else min(BESIDE, (hard - needed) // 2)
+        wanted = needed + 2 * beside + BACKLOG
+        if wanted > soft != resource.RLIM_INFINITY:
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+            )
+        return max(beside, FEWEST_BESIDE)
 
     def _place(self) -> tuple[str, int]:
         host, _, port = str(self.config.serve.http).rpartition(":")
         host = host.strip("[]")
         if not is_loopback(host):
-            self._token = self._token or read_token(self.config.arena)
-            if self._token is None:
-                where = f"serve.http = {self.config.serve.http!r}"
-                raise ConfigError(f"{where} can be reached from elsewhere: set serve.token or SHMRL_TOKEN")
+            where = f"serve.http = {self.config.serve.http!r}"
+            self._token = needs_token(where, self._token or read_token(self.config.arena), "serve.token")
         return host, int(port)
 
-    async def _listen(self, runner: web.AppRunner, host: str, port: int) -> None:
-        site = web.TCPSite(runner, host, port, backlog=1024)
+    async def _listen(self, door: Door, runner: web.AppRunner, host: str, port: int) -> None:
         try:
-            await site.start()
+            self.url = url_of(*await door.listen(runner, (host, port)))
         except OSError as error:
-            what = f"sessions of {self.config.name}"
-            if error.errno == errno.EADDRINUSE:
-                raise port_in_use(port, what) from None
-            raise RunError(f"{what}: cannot bind {host}:{port}: {error.strerror}") from None
-        bound = runner.addresses[0]
-        self.url = f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
+            raise cannot_bind(f"sessions of {self.config.name}", f"{host}:{port}", error) from None
         self.bound.set()
-
-    def _settings(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "name": config.name,
-            "env_id": config.env.id,
-            "env_args": config.env.args,
-            "sandbox": config.serve.sandbox,
-            "log_level": config.log.level,
-            "log_json": config.log.json_lines,
-        }
 
     async def _keep_template(self) -> None:
         """A template at all times: one that dies is replaced, within the budget. Raises what ends the server."""
         while True:
-            template = self._template = Template(self._settings())
+            template = self._template = Template(environment_settings(self.config))
             try:
                 await template.load()
                 self._say(template)
@@ -233,9 +230,11 @@ class SessionServer:
     async def _stateless(self, request: web.Request) -> web.Response:
         """One request with an environment of its own, which takes a slot as long as it lasts."""
         try:
-            body = await request.read()
-        except (ConnectionError, ClientError):
-            return _json({"detail": "the request broke off"}, 400)
+            async with self._reading if _is_large(request) else nullcontext():
+                body = await request.read()
+        except (*GONE, RuntimeError) as error:
+            error.__traceback__ = None  # it has the bytes that came, and the request has it
+            return _json({"detail": "the request broke off, or its body is not what its headers say"}, 400)
         if not await self._until_ready(request):
             return _json({"detail": LEAVING}, 503)
         if not await self._slots.take():
@@ -318,7 +317,8 @@ class SessionServer:
         log.warning("a session was refused: %d of %d are open", self._slots.taken, self._slots.most)
         try:
             await ws.send_str(frames.capacity_frame(self._slots.taken, self._slots.most))
-            await asyncio.wait_for(ws.receive(), REFUSED_S)
+            async with asyncio.timeout(REFUSED_S):
+                await ws.receive()
         except (TimeoutError, ConnectionError):
             pass
         await self._tell(request, ws, Over())
@@ -346,6 +346,10 @@ async def _gone(request: web.Request) -> None:
     """Returns when nobody waits for the answer any more."""
     while not _left(request):  # noqa: ASYNC110
         await asyncio.sleep(GONE_S)
+
+
+def _is_large(request: web.Request) -> bool:
+    return request.content_length is None or request.content_length > LARGE
 
 
 def _left(request: web.Request) -> bool:

@@ -25,12 +25,12 @@ from typing import Any
 import setproctitle
 from pydantic import BaseModel, ValidationError
 
-from shmrl.config.tables import Log
 from shmrl.env.death import CHILD_SUBREAPER, PDEATHSIG, die_with, prctl
 from shmrl.env.interface import Step, action_model
 from shmrl.env.link import BlockingLink
 from shmrl.env.sessions import frames
 from shmrl.env.sessions.frames import EXECUTION_ERROR, INVALID_JSON, SESSION_ERROR, UNKNOWN_TYPE, VALIDATION_ERROR
+from shmrl.env.starting import log_of
 from shmrl.errors import EnvError
 from shmrl.monitor.log import setup
 from shmrl.wire import unpack
@@ -207,7 +207,7 @@ def run(end: socket.socket, make: Callable[[Mapping[str, Any]], Any]) -> None:
     settings = unpack(start[2])
     role = f"{settings['name']}/{settings['number']}"
     setproctitle.setproctitle(f"shmrl:env-session {role}")
-    setup(role, Log(level=settings["log_level"], json=settings["log_json"]))
+    setup(role, log_of(settings))
     if "numpy" in sys.modules:  # its generator is the template's; `random` looks after itself
         sys.modules["numpy"].random.seed()
     serve(link, make(settings))

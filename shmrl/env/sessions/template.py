@@ -32,11 +32,11 @@ from typing import Any
 
 import setproctitle
 
-from shmrl.config.tables import Log
 from shmrl.env import sandbox
 from shmrl.env.death import CHILD_SUBREAPER, PDEATHSIG, prctl
 from shmrl.env.interface import action_model
 from shmrl.env.sessions import frames, session
+from shmrl.env.starting import log_of
 from shmrl.errors import ConfigError
 from shmrl.monitor.log import setup
 
@@ -195,7 +195,7 @@ def main(argv: list[str]) -> int:
     if settings is None:
         return 1
     setproctitle.setproctitle(f"shmrl:env-template {settings['name']}")
-    setup(f"{settings['name']}/template", Log(level=settings["log_level"], json=settings["log_json"]))
+    setup(f"{settings['name']}/template", log_of(settings))
     try:
         environment = load(settings)
         facts = describe(environment, settings["name"])

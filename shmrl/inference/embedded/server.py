@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from shmrl.errors import EngineError, PortInUse
+from shmrl.errors import EngineError, PortInUse, told
 from shmrl.inference.embedded.answers import Answers
 from shmrl.inference.embedded.bodies import Ask, parse_chat, parse_completion, parse_generate
 from shmrl.inference.embedded.engine import Engine
@@ -34,7 +35,9 @@ from shmrl.inference.embedded.params import BadRequest, Limits
 from shmrl.inference.embedded.rows import Request, Row, make_rows
 from shmrl.node.ports import port_in_use
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("shmrl.inference.embedded.server")
+_LINE = "%(asctime)s %(levelname).1s engine %(name)s: %(message)s"
+"""As every other process's (`monitor/log.py`), where this one is started by hand or by `shmrl eval`."""
 LOAD_METHOD = "shmrl_load_weights"
 _LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 
@@ -56,6 +59,8 @@ class Server:
         self.engine, self._tokenizer, self._name, self._limits = engine, tokenizer, served_name, limits
         self._answers = Answers(served_name, tokenizer, routed_experts=routed_experts, sampling_mask=sampling_mask)
         self._seeds = random.Random(seed)
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
 
     def app(self) -> web.Application:
         """The aiohttp application; run it with handler_cancellation, which is how a dropped connection aborts."""
@@ -165,7 +170,8 @@ class Server:
         return web.Response(status=200 if self.engine.error is None else 500)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=_prometheus(self.engine, self._name), content_type="text/plain")
+        text = _prometheus(self.engine, self._name) + generate_latest(self._process).decode()
+        return web.Response(text=text, content_type="text/plain")
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.engine.version, "model_path": str(self.engine.model.path)})
@@ -298,13 +304,17 @@ def run(
     return_routed_experts: bool = True,
     return_sampling_mask: bool = True,
     seed: int = 0,
+    publish: Callable[[str], object] | None = None,
 ) -> None:
     """Serve a model until SIGTERM or SIGINT: SystemExit(143) or (130); SystemExit(1) when the engine thread dies.
 
+    publish: is told the server's url once its port is known, before the model is loaded.
     served_name defaults to the directory's name, max_model_len to what the checkpoint allows. Raises PortInUse before
     anything is loaded, EngineError when the model cannot be served.
     """
     with bind(host, port) as listener:
+        if publish is not None:
+            publish(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
         if logprobs_mode not in _LOGPROBS_MODES:
             raise EngineError(f"logprobs_mode must be one of {', '.join(_LOGPROBS_MODES)}, got {logprobs_mode!r}")
         model = Model(model_dir, dtype=dtype, device=device)
@@ -396,11 +406,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--logprobs-mode", default="processed_logprobs", choices=_LOGPROBS_MODES)
     parser.add_argument("--seed", default=0, type=int)
     options = vars(parser.parse_args(argv))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=_LINE, datefmt="%H:%M:%S")
     try:
         run(options.pop("model_dir"), options.pop("host"), options.pop("port"), **options)
     except (PortInUse, EngineError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(f"shmrl: error: {told(error)}")
 
 
 if __name__ == "__main__":

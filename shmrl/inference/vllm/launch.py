@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from shmrl.config import RunTree
 from shmrl.errors import ConfigError
 from shmrl.inference.vllm.versions import Installed, Plan, installed, plan
-from shmrl.node.ports import require_free
+from shmrl.node.ports import free, require_free
+from shmrl.node.published import Addresses
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +111,20 @@ def environment(tree: RunTree, decided: Plan, base: dict[str, str]) -> dict[str,
     return {**base, **ours}
 
 
+def _placed(tree: RunTree, addresses: Addresses) -> RunTree:
+    """With a port of this node that nobody has, the one it had before, and everyone told."""
+    port = addresses.port("inference", "inference") or free(tree.inference.host)
+    engine = tree.inference.model_copy(update={"port": port})
+    addresses.publish("inference", "inference", engine.engine_urls[0])
+    return tree.model_copy(update={"inference": engine})
+
+
 def run(tree: RunTree) -> NoReturn:
     """Become the server. ConfigError when this vLLM cannot serve the run, PortInUse for a taken port."""
     found = installed(interpreter(tree))
     decided = checked_plan(tree, found)
+    if tree.job is not None:
+        tree = _placed(tree, Addresses(tree.job))
     require_free(tree.inference.host, tree.inference.port, "inference")
     argv = command(tree, tree.newest_weights, decided)
     log.info("vLLM %s, model runner %s, masks %s: %s", found.version, decided.runner, decided.masks, " ".join(argv))

@@ -1,13 +1,16 @@
 """`serve.sandbox` of an env server: it works or the server does not start; what it says; what environments get."""
 
+import asyncio
 import os
 
 import pytest
 
 from shmrl.config import dump_toml
+from shmrl.env.client import EnvClient
 from shmrl.env.server import EnvServer
-from shmrl.errors import ConfigError, TasksetError
-from tests.env.conftest import rollout, server_config, serving
+from shmrl.env.sessions.server import SessionServer
+from shmrl.errors import ConfigError
+from tests.env.conftest import rollout, server_config
 from tests.env.sessions.conftest import serving_sessions
 from tests.test_cli import cli
 
@@ -34,9 +37,28 @@ async def test_a_session_has_the_sandbox_too(box):
 
 
 async def test_without_a_sandbox_an_environment_that_needs_one_does_not_load():
-    with pytest.raises(TasksetError, match=r"set serve\.sandbox = 'bwrap'"):
-        async with serving(server_config(None, "code-exec")):
-            pass
+    config = server_config(None, "code-exec")
+    server = EnvServer("code-exec", config=config)
+    with pytest.raises(ConfigError, match=r"^code-exec runs what a model wrote: set serve\.sandbox = 'bwrap'$"):
+        await server.run()
+    assert not server.bound.is_set()
+    sessions = server_config(None, "code-exec", serve={"http": "127.0.0.1:0", "protocols": ["openenv"]})
+    with pytest.raises(ConfigError, match=r"set serve\.sandbox = 'bwrap'"):
+        await SessionServer(sessions).run()
+
+
+async def test_another_environment_that_asks_for_a_sandbox_is_one_line_without_a_traceback(capfd):
+    """It says so itself, in its worker; the server ends with that, and so does who waits for it."""
+    config = server_config(None, "tests.env.environments:Boxed")
+    server = EnvServer(config.env.id, config=config)
+    running = asyncio.create_task(server.run())
+    await server.bound.wait()
+    client = EnvClient(server.address)
+    for awaited in (client.connect(60), running):
+        with pytest.raises(ConfigError, match=r"^this environment executes what the model writes: set serve\.sandbox"):
+            await awaited
+    await client.close()
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 async def test_a_server_without_bwrap_refuses_to_start(monkeypatch, tmp_path):

@@ -1,6 +1,8 @@
 """Messages that are none: a typed answer or the protocol's own close, and the next good client is served."""
 
+import asyncio
 import contextlib
+import io
 import json
 import random
 
@@ -8,6 +10,7 @@ import aiohttp
 import pytest
 
 from tests.env.sessions.conftest import Socket
+from tests.support.garbage import mutilated
 
 GOOD = '{"type":"step","data":{"message":"x"}}'
 CODES = {"INVALID_JSON", "UNKNOWN_TYPE", "VALIDATION_ERROR", "EXECUTION_ERROR", "SESSION_ERROR"}
@@ -36,17 +39,6 @@ FIXED = [
 """Texts and the code of their answer."""
 
 
-def malformed(draw: random.Random) -> str | bytes:
-    """A good message, mutilated; or bytes."""
-    if draw.random() < 0.1:
-        return draw.randbytes(draw.randrange(200))
-    text = list(GOOD)
-    for _ in range(draw.randint(1, 5)):
-        at = draw.randrange(len(text))
-        text[at : at + draw.randrange(3)] = draw.choice(["", "\\ud800", "}", '"', "\0", "[", "1e999", "\u2028", "null"])
-    return "".join(text)
-
-
 async def answered(socket: Socket, message: str | bytes) -> bool:
     """Whether the socket still lives after one message and the answer to it."""
     await (socket.ws.send_bytes(message) if isinstance(message, bytes) else socket.ws.send_str(message))
@@ -66,7 +58,7 @@ async def storm(client, count):
     draw = random.Random(4)
     socket = await client.open()
     for _ in range(count):
-        if not await answered(socket, malformed(draw)):
+        if not await answered(socket, mutilated(draw, GOOD)):
             socket = await client.open()
     await socket.ws.close()
     await client.free()
@@ -115,6 +107,47 @@ async def test_fifty_malformed_frames(sessions):
         fresh = await client.open()
         assert (await fresh.ask("reset", {}))[0] == "observation"
         assert len(client.processes()) == 1
+
+
+AT_ONCE = 8
+ROUTES = {
+    "/reset": '{"seed":3,"episode_id":"e","row_index":1}',
+    "/step": '{"action":{"message":"hey"},"request_id":"r"}',
+}
+
+
+async def http_storm(client, count):
+    """Every answer is JSON with the status of a request that is none, or that was still good."""
+    draw = random.Random(5)
+    paths = [draw.choice(list(ROUTES)) for _ in range(count)]
+    bodies = [mutilated(draw, ROUTES[path]) for path in paths]
+
+    async def ask(number):
+        for path, body in list(zip(paths, bodies, strict=True))[number::AT_ONCE]:
+            status, answer = await client.get(path, "POST", data=body if isinstance(body, bytes) else body.encode())
+            assert (status, "detail" in answer) in ((422, True), (200, False), (500, True)), (body, answer)
+
+    await asyncio.gather(*(ask(number) for number in range(AT_ONCE)))
+    assert (await client.get("/step", "POST", json={"action": {"message": "hey"}}))[0] == 200
+    await client.free()
+    assert client.processes() == []
+
+
+async def test_fifty_malformed_requests(sessions):
+    async with sessions("OpenEcho", max_concurrent_envs=AT_ONCE) as client:
+        await http_storm(client, 50)
+        with contextlib.suppress(ConnectionError, aiohttp.ClientError):  # it may hang up before it was sent all of it
+            assert (
+                await client.http.post(client.server.url + "/reset", data=io.BytesIO(b"[" * (100 << 20)))
+            ).status == 413
+        assert (await client.get("/state"))[0] == 200
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)  # a process each
+async def test_a_thousand_malformed_requests(sessions):
+    async with sessions("OpenEcho", max_concurrent_envs=AT_ONCE) as client:
+        await http_storm(client, 1000)
 
 
 @pytest.mark.long

@@ -373,6 +373,7 @@ async def test_a_template_that_does_not_fork_in_time_is_killed_and_holds_no_plac
         kind, data = await waiting.hear()
         assert (kind, data["code"]) == ("error", "FACTORY_ERROR")
         assert "no process for a session" in data["message"]
+        monkeypatch.undo()
         await client.free(timeout_s=5)
         await stopped.died.wait()
         fresh = await client.open()
@@ -491,3 +492,24 @@ async def test_what_cannot_be_served_is_said_at_once(sessions):
         with pytest.raises(PortInUse, match=rf"in use by .*pid {os.getpid()}"):
             async with sessions("TextEcho", http=taken):
                 pass
+
+
+async def test_a_crowd_that_connects_and_says_nothing_keeps_no_session_out(sessions, monkeypatch):
+    """They are more than may wait; sessions that are open, and those that come, do not notice."""
+    monkeypatch.setattr("shmrl.env.sessions.server.BESIDE", 64)
+    async with sessions("TextEcho", max_concurrent_envs=2) as client:
+        first = await client.open()
+        await first.ask("reset", {})
+        host, port = client.server.url.removeprefix("http://").rsplit(":", 1)
+        crowd = []
+        try:
+            for _ in range(200):
+                crowd.append(await asyncio.open_connection(host, int(port)))
+            assert (await first.ask("step", {"message": "a"}))[0] == "observation"
+            second = await client.open()
+            assert (await second.ask("reset", {}))[0] == "observation"
+            assert await asyncio.wait_for(crowd[0][0].read(), 10) == b""
+        finally:
+            for _, writer in crowd:
+                writer.close()
+            await asyncio.gather(*(writer.wait_closed() for _, writer in crowd), return_exceptions=True)

@@ -1,0 +1,3 @@
+Arrays = tuple[bytes, ...]
+
+def split(text: bytes) -> tuple[bytes, bytes | None, Arrays | None, Arrays | None, str | None] | None: ...

@@ -1,0 +1,33 @@
+"""Ids of an answer become rows of a block in one pass: in C, as this machine does it and as lesser ones would."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmrl.payload import Branch, Routing, encode
+from tests.payload.branches import routes
+from tests.support.drivers import MACHINES, check
+
+PARTS = ["avx512.c", "crc32c.c", "payload_ids.c", "payload_rows.c", "payload_vector.c"]
+
+
+@pytest.mark.parametrize("flags", MACHINES)
+def test_every_type_and_place_and_what_is_wrong(tmp_path, flags):
+    check(Path(__file__).with_name("rows_driver.c"), PARTS, flags, tmp_path)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (170,), (171, 400), (5, 6, 7)])
+def test_checksums_taken_on_the_way_are_those_of_the_column(arena, cuts):
+    """Turns end anywhere in a row block; what is read back verifies, whole and in part."""
+    T = 601
+    rows = routes(600, 48, 8).astype(np.uint8)
+    routing = Routing(8, range(48))
+    for first, last in zip((0, *cuts), (*cuts, 600), strict=True):
+        routing.add(rows[first:last], start=first)
+    branch = Branch([0] * T, [0] * T, [0] * T, routing=routing.stitch(T), num_experts=routing.num_experts)
+    (handle,) = encode(arena, branch, tag="run/source/group/0").handles
+    assert bytes(arena.get(handle, verify=True, field="routing")) == rows.tobytes()
+    assert bytes(arena.get(handle, verify=True, field="routing", rows=(300, 555))) == rows[300:555].tobytes()
+    assert arena.fsck() == []
+    arena.free([handle])
