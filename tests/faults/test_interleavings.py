@@ -62,8 +62,9 @@ def test_whatever_happens_every_block_is_freed_once():
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_whatever_happens_every_block_is_freed_once_for_long():
-    seen = run(Local, 2000, 25)
+@pytest.mark.parametrize("part", range(4))  # 2,000 in all, in as many processes as there are
+def test_whatever_happens_every_block_is_freed_once_for_long(part):
+    seen = run(Local, 500, 25)
     assert all(seen[path] for path in PATHS), seen
 
 
@@ -81,6 +82,7 @@ def test_whoever_is_killed_every_block_is_freed_once(processes):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_whoever_is_killed_every_block_is_freed_once_for_long(processes):
-    seen = run(processes, 220, 40)
+@pytest.mark.parametrize("part", range(2))
+def test_whoever_is_killed_every_block_is_freed_once_for_long(processes, part):
+    seen = run(processes, 110, 40)
     assert all(seen[path] for path in PATHS), seen
