@@ -98,7 +98,7 @@ class TooManyProcesses(ArenaError):
 
 
 class NotOwner(ArenaError):
-    """Only the owner may free or ship a block; adopt it first."""
+    """Only the attachment that owns a block may free or ship it; adopt it first."""
 
 
 class ArenaClosed(ArenaError):

@@ -74,13 +74,15 @@ cdef struct Parts:
     uint64_t nonce
 
 
+cdef set HERE = set()  # (arena's number, process slot, pid) of our attachments: pids are unique in a namespace only
+
 ctypedef int (*verb_fn)(srl_arena *a, uint32_t slot, uint32_t generation, uint64_t nonce) noexcept nogil
 
 
 ERRORS = {
     -ESTALE: (StaleHandle, "was freed, or its slot belongs to another generation"),
     -EBUSY: (NotSealed, "is still being written"),
-    -EPERM: (NotOwner, "belongs to another process; adopt it first"),
+    -EPERM: (NotOwner, "belongs to another attachment; adopt it first"),
     -ECANCELED: (AlreadyFreed, "was discarded before it was sealed"),
     -ENODATA: (ValueError, "was never shipped"),
     -EUCLEAN: (ArenaCorrupt, "the arena's control words contradict each other"),
@@ -464,6 +466,7 @@ cdef class Core:
         memcpy(&self.number, self.a.h.id, 4)
         self.reader_index = self.a.self if reader is None else reader
         self._describe(name)
+        HERE.add((self.number, self.a.self, getpid()))
 
     cdef void _describe(self, bytes name):
         cdef srl_process *me = self.a.processes + self.a.self
@@ -507,6 +510,7 @@ cdef class Core:
         if self.attached:
             self.attached = False
             if not self.live.detached:
+                HERE.discard((self.number, self.a.self, getpid()))
                 srl_live_unwatch(&self.live)
                 srl_sweep(&self.a, self.a.self)  # a clean close is the sweep of oneself, with the byte still locked
         if self.data != NULL:
@@ -875,8 +879,13 @@ cdef class Core:
 
     cdef str _owner(self, uint32_t slot):
         cdef uint64_t word = self.a.blocks[slot].word
-        who = self._who(word & 0xffff)
-        return f"an orphan of {who}" if word >> 16 & SRL_ORPHAN else f"owned by {who}"
+        cdef uint32_t owner = word & 0xffff
+        who = self._who(owner)
+        if word >> 16 & SRL_ORPHAN:
+            return f"an orphan of {who}"
+        if (self.number, owner, getpid()) in HERE:
+            return f"owned by another attachment of this process, {who}"
+        return f"owned by {who}"
 
     cdef int _refuse(self, int rc, object handle) except -1:
         """check() of what a verb answered about a handle, with what is still known of the block."""

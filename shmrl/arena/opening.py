@@ -190,10 +190,15 @@ def attached(cls: type[Arena], where: Files, reader: int | None) -> Arena:
 
 
 def process_name() -> bytes:
-    """What people see: the title of a role ("env-server:reverse-text"), else module or script and first argument."""
+    """What people see: the title of a role ("env-server:reverse-text"), else module or script and first argument, and
+    which child of multiprocessing it is ("train.py config.toml ForkPoolWorker-3")."""
     title = Path("/proc/self/cmdline").read_bytes().split(b"\0")[0]
     if title.startswith(_TITLE):
         return title.removeprefix(_TITLE)[:80]
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     first = spec.name if spec is not None else os.path.basename(sys.argv[0])
-    return " ".join([first, *sys.argv[1:2]]).encode()[:80]
+    children = sys.modules.get("multiprocessing.process")  # not imported: who has children has imported it
+    child = [children.current_process().name] if children and children.parent_process() else []
+    words = " ".join([first, *sys.argv[1:2]]).encode()
+    last = "".join(f" {name}" for name in child).encode()[:40]
+    return words[: 79 - len(last)] + last

@@ -244,21 +244,25 @@ def _versions() -> dict[str, str]:
 def dry_run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
     """Check everything, write the resolved configs, print what would be started; starts nothing.
 
-    RunError when a run is going on in the directory: its configs are not ours to write.
+    As of the run itself, ConfigError where the directory was used, and RunError when a run is going on in it: the
+    configs there are not ours to write.
     """
     budget = preflight.check(tree)
+    refusal = None if resume or clean else used_before(tree.run.output_dir)
     with exclusive(tree):
         rundir = peek_run_dir(tree.run.output_dir)
-        rundir.write_configs(tree)
+        if refusal is None:
+            rundir.write_configs(tree)
     print_table([("role", "count", "address", "log")], process_table(tree, rundir))
-    print(f"configs: {rundir.root / 'configs'}")
+    if refusal is None:
+        print(f"configs: {rundir.root / 'configs'}")
     if tree.monitor.page.enabled:
         why = missing()
         print(f"live page: {f'none: {why}' if why else f'port {tree.monitor.page.port}, or the next that is free'}")
     print(budget_line(budget))
     print_per_token(budget)
-    if not (resume or clean) and (refusal := used_before(tree.run.output_dir)):
-        print(f"note: {refusal}")
+    if refusal is not None:
+        raise ConfigError(refusal)
     return 0
 
 

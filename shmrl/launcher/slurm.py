@@ -130,16 +130,19 @@ def submit(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
 
 def dry_run(tree: RunTree, *, slurm: bool, resume: bool = False, clean: bool = False) -> int:
     """Check everything that this machine can, write the script and the resolved run, print what would be started where,
-    and with `slurm` the script; submits nothing."""
+    and with `slurm` the script; submits nothing. As of the run itself, ConfigError where the directory was used: then
+    nothing is written there."""
     _check(tree)
     rundir = RunDir(tree.run.output_dir, 1, "<node>" if tree.deployment.several else "")
-    script = _write(tree, rundir, resume)
+    refusal = None if resume or clean else used_before(tree.run.output_dir)
+    script = _write(tree, rundir, resume) if refusal is None else None
     if tree.deployment.several:
         print_nodes(tree, rundir)
     if slurm:
-        print(f"script: {script}\n\n{script.read_text()}", end="")
-    if not (resume or clean) and (refusal := used_before(tree.run.output_dir)):
-        print(f"note: {refusal}")
+        where = f"script: {script}\n\n" if script is not None else ""
+        print(f"{where}{render(tree, resume=resume)}", end="")
+    if refusal is not None:
+        raise ConfigError(refusal)
     return 0
 
 

@@ -52,7 +52,7 @@ def test_free_frees_all_it_can_then_raises(arena):
 def test_only_the_owner_frees_and_ships(arena):
     handle = arena.put(b"x")
     with Arena.attach(arena.address) as other:
-        mine = rf"is owned by .* \({os.getpid()}\); adopt it first"
+        mine = rf"is owned by another attachment of this process, .* \({os.getpid()}\); adopt it first"
         with pytest.raises(NotOwner, match=mine):
             other.free(handle)
         with pytest.raises(NotOwner):

@@ -1,5 +1,6 @@
 """Several processes on one arena: sharing, who may write, death and standstill, forks, waiting for space."""
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -500,6 +501,34 @@ def test_a_role_is_named_by_its_title_and_anything_else_by_its_script(arena):
     finally:
         for process in processes:
             process.communicate("\n")
+
+
+def waits(address, connection):
+    with Arena.attach(address):
+        connection.send(os.getpid())
+        connection.recv()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_children_of_multiprocessing_are_told_apart(arena, method, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "x" * 90])
+    context = multiprocessing.get_context(method)
+    pipes = [context.Pipe() for _ in range(2)]
+    children = [
+        context.Process(target=waits, args=(arena.address, theirs), name=f"rank-{rank}")
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for child in children:
+        child.start()
+    try:
+        pids = [ours.recv() for ours, _ in pipes]
+        attached = {one["pid"]: one["name"] for one in stats(arena.address)[0]["attached"]}
+        assert [attached[pid].rpartition(" ")[2] for pid in pids] == ["rank-0", "rank-1"]
+    finally:
+        for child, (ours, _) in zip(children, pipes, strict=True):
+            ours.send(None)
+            child.join()
+    assert [child.exitcode for child in children] == [0, 0]
 
 
 def test_a_refusal_says_what_rounding_adds(arena):

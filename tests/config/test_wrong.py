@@ -182,6 +182,21 @@ def test_busy_ports_are_all_named_with_key_holder_and_a_free_one(typed, tmp_path
         socket.create_server(("127.0.0.1", free)).close()
 
 
+@pytest.mark.parametrize("flags", [[], ["--slurm"]])
+def test_a_dry_run_in_a_used_directory_ends_as_the_run_would_and_writes_nothing_there(typed, tmp_path, flags):
+    out = tmp_path / "used"
+    where = ["--run.output-dir", str(out), *flags]
+    assert typed("", "", *where) == (0, [])
+    (out / "metrics.jsonl").touch()
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    code, (line,) = typed("max_steps = 4", "max_steps = 5", *where)
+    assert code == 2
+    assert "was used before (it has metrics.jsonl): continue it with --resume, remove it with --clean, or" in line
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    assert typed("max_steps = 4", "max_steps = 5", *where, "--clean") == (0, [])
+    assert (out / "metrics.jsonl").exists()
+
+
 def test_a_small_shared_memory_names_the_key_and_the_mount(typed, tmp_path, monkeypatch):
     small = SimpleNamespace(f_blocks=16 << 20, f_bavail=16 << 20, f_frsize=1)
     monkeypatch.setattr(memory.os, "statvfs", lambda _: small)

@@ -32,7 +32,7 @@ def _small(monkeypatch):
 @pytest.fixture(autouse=True)
 def _quiet():
     """Failures are data, and logged: here by the thousand."""
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)
 
@@ -55,17 +55,20 @@ def run(where, examples, steps):
     return Machine.seen
 
 
+def check(seen, steps):
+    """Every path was gone, but that histories of a few steps have nothing that grows stale."""
+    assert all(seen[path] for path in (PATHS if steps >= 60 else PATHS - {"stale"})), seen
+
+
 def test_whatever_happens_every_block_is_freed_once():
-    seen = run(Local, 200, 16)
-    assert all(seen[path] for path in PATHS - {"stale"}), seen  # which takes several steps
+    check(run(Local, 200, 16), 16)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", range(4))  # 2,000 in all, in as many processes as there are
-def test_whatever_happens_every_block_is_freed_once_for_long(part):
-    seen = run(Local, 500, 25)
-    assert all(seen[path] for path in PATHS), seen
+@pytest.mark.parametrize("steps", [25, 60])
+def test_whatever_happens_every_block_is_freed_once_for_long(steps):
+    check(run(Local, 1000, steps), steps)
 
 
 @pytest.fixture
@@ -82,7 +85,6 @@ def test_whoever_is_killed_every_block_is_freed_once(processes):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", range(2))
-def test_whoever_is_killed_every_block_is_freed_once_for_long(processes, part):
-    seen = run(processes, 110, 40)
-    assert all(seen[path] for path in PATHS), seen
+@pytest.mark.parametrize("steps", [25, 60])
+def test_whoever_is_killed_every_block_is_freed_once_for_long(processes, steps):
+    check(run(processes, 110, steps), steps)

@@ -4,10 +4,7 @@ With a vLLM of your own, `answer(i)` is the JSON that POST /inference/v1/generat
 """
 
 import base64
-import hashlib
 import io
-import json
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -54,41 +51,3 @@ def branch(i: int) -> Branch:
     builder = BranchBuilder(num_experts=EXPERTS, layers=range(LAYERS), top_k=TOP_K, head_k=HEAD, mask=True)
     builder.add_turn(prompt(i), generation)
     return builder.branch({"source": "embed", "task": str(i), "reward": (i % 4) / 3, "top_k": HEAD + 1})
-
-
-def fingerprints(batch) -> list[str]:
-    """A SHA-256 per sequence, of every recorded row that `assemble` copied; how it was packed plays no part."""
-    arrays, found = batch.arrays(), []
-    ends = list(accumulate(batch.seq_lens.tolist()))
-    for start, stop in zip([0, *ends], ends, strict=False):
-        digest = hashlib.sha256()
-        for name in sorted(arrays.keys() - {"seq_lens"}):
-            rows, counts, covered = arrays[name], arrays.get(f"{name}/counts"), arrays.get(f"{name}/covered")
-            if counts is not None:
-                rows = rows[counts[:start].sum() : counts[:stop].sum()]
-            elif covered is not None:
-                rows = rows[start:stop][covered[start:stop]]  # elsewhere is what fills a gap
-            else:
-                rows = rows[start:stop]
-            digest.update(f"{name} {rows.dtype} {rows.shape}".encode() + rows.tobytes())
-        found.append(digest.hexdigest())
-    return found
-
-
-def report(name: str, seen: list[str], arena) -> None:
-    """The line that all examples end with: the same SHA-256 in each, and an arena without blocks."""
-    whole = hashlib.sha256("".join(sorted(seen)).encode()).hexdigest()
-    print(json.dumps({"example": name, "sequences": len(seen), "sha256": whole, "blocks": arena.stats()["blocks"]}))
-
-
-def tiny_model():
-    """A random Qwen3-MoE of this shape, over bytes."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "norm_topk_prob": True}
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(vocab_size=261, num_hidden_layers=LAYERS, head_dim=16, **shape, **experts)
-    )

@@ -6,7 +6,8 @@ reply could not be delivered. Between processes the episode carries 32-byte hand
 
 import multiprocessing
 
-from engine import N, branch, fingerprints, report
+from engine import N, branch
+from outcome import fingerprints, report
 
 from shmrl import Arena, assemble, encode, pack
 from shmrl.errors import PayloadError

@@ -6,7 +6,8 @@ batches of references. What Ray moves and pickles are handles; the arrays stay i
 
 import numpy as np
 import ray
-from engine import N, branch, fingerprints, report
+from engine import N, branch
+from outcome import fingerprints, report
 
 from shmrl import Arena, assemble, encode, pack
 
@@ -46,8 +47,7 @@ def main():
         samples = [sample for part in ray.get(parts) for sample in part["non_tensor_batch"]["payload"]]
         handles = [handle for sample in samples for handle in sample.handles]
         arena.adopt(handles)  # the driver's: a worker that dies takes nothing with it
-        for handle in handles:
-            arena.ship(handle, readers=READERS)
+        arena.ship(handles, readers=READERS)
         lists = pack(samples, seq_len=128, num_ranks=READERS)
         updates = [rank.update_actor.remote(mine, handles) for rank, mine in zip(ranks, lists, strict=True)]
         report("ray_worker", [digest for seen in ray.get(updates) for digest in seen], arena)

@@ -6,7 +6,9 @@ python configs/examples/embed/torch_loop.py
 import multiprocessing
 
 import torch
-from engine import N, branch, fingerprints, report, tiny_model
+from engine import N, branch
+from model import tiny_model
+from outcome import fingerprints, report
 from torch.nn.functional import cross_entropy
 
 from shmrl import Arena, assemble, encode, pack

@@ -1,14 +1,15 @@
-"""TRL's GRPOTrainer with router replay: a rollout's rows stay in the arena, handles ride in TRL's batch as 32 bytes
-per row, and the forward pass of the loss takes its experts from them.
+"""TRL's GRPOTrainer with router replay: rows stay in the arena, TRL's batch has their handles, the loss their experts.
 
-    pip install trl; python configs/examples/embed/trl_grpo.py
+pip install trl; python configs/examples/embed/trl_grpo.py
 """
 
 import tempfile
 
 import torch
 from datasets import Dataset
-from engine import N, answer, branch, fingerprints, prompt, report, tiny_model
+from engine import N, answer, branch, prompt
+from model import tiny_model
+from outcome import fingerprints, report
 from trl import GRPOConfig, GRPOTrainer
 
 from shmrl import Arena, Handle, assemble, encode, pack
@@ -29,8 +30,8 @@ class ReplayTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        rows = [torch.frombuffer(bytearray(handle), dtype=torch.uint8) for handle in self.samples]
-        return output | {"handles": torch.stack(rows)}  # shuffled and split with the rest
+        handles = torch.tensor([[*handle] for handle in self.samples], dtype=torch.uint8)
+        return output | {"handles": handles}  # 32 bytes per row, shuffled and split with the rest
 
     def _compute_loss(self, model, inputs):
         whole = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
@@ -51,9 +52,8 @@ if __name__ == "__main__":
         shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
         config = GRPOConfig(output, max_steps=1, use_cpu=True, report_to=[], gradient_checkpointing=False, **shape)
         data = Dataset.from_dict({"prompt": [bytes(prompt(0)).decode()] * N})
-        rewards = {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
-        tokens = {"train_dataset": data, "processing_class": byte_tokenizer()}
-        trainer = ReplayTrainer(tiny_model(), args=config, arena=arena, **rewards, **tokens)
+        given = {"arena": arena, "args": config, "train_dataset": data, "processing_class": byte_tokenizer()}
+        trainer = ReplayTrainer(tiny_model(), lambda completions, **_: [len(text) for text in completions], **given)
         trainer.train()
         report("trl_grpo", trainer.seen, arena)
         arena.unlink()
