@@ -1,6 +1,6 @@
 /* payload_rows.c: ids from where an engine's answer has them to where their block has them, in one pass.
  *
- * A piece of at most 32 KiB is decoded from base64, checked, narrowed and copied to its place with its checksum
+ * A piece of at most 24 KiB is decoded from base64, checked, narrowed and copied to its place with its checksum
  * before the next one is looked at, so that memory is read once and written once; everything between stays in the
  * second cache. The parts are those of payload_ids.c, payload_vector.c, avx512.c and crc32c.c, each of which has a
  * way for every machine.
@@ -14,7 +14,7 @@
 #define GROUP       3 /* bytes that four characters stand for */
 #define STREAM_FROM (256 << 10)
 #define PIECE                                                                                                \
-    (32 << 10) /* bytes that are looked at together: text, ids and copies of ids stay in the cache */
+    (24 << 10) /* bytes that are looked at together: text, ids and copies of ids stay in the cache */
 
 /* Bytes at .. at + nbytes of what the text stands for -> where they are, or NULL with *where at a bad character. */
 static const uint8_t *decoded(const srl_rows_t *r, int64_t at, int64_t nbytes, uint8_t *scratch,

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.clock import wait_until
 from tests.support.cluster import NODES, SCRIPT, Job, on_host, on_node, restart, segments
-from tests.support.runs import SLOW, TINY, with_model
+from tests.support.runs import ROOT, SLOW, TINY, Run, warmed_up, with_model
 
 pytestmark = [
     pytest.mark.slurm,
@@ -84,6 +84,31 @@ def test_a_run_over_three_nodes(submit):
     shares = [int(count.replace(",", "")) for count in spread.groups()]
     assert min(shares) >= 0.3 * sum(shares)
     everything_is_gone()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_it_learns_as_much_as_on_one_node(submit, tmp_path):
+    """The README's main job, from one warmed-up model: three runs on this machine, and one over three nodes."""
+    text = warmed_up((ROOT / "configs" / "reverse-text.toml").read_text())
+    alone = []
+    for number in range(3):
+        directory = tmp_path / f"alone{number}"
+        directory.mkdir()
+        one = Run(directory, text=text, sources=2).start()
+        assert one.finish(900)[0] == 0
+        alone.append(rewards(one.metrics()))
+    job = submit(text, **{"trainer.ranks": 1})
+    assert job.finish(1200) == 0, job.log
+    over = rewards(job.steps)
+    print(f"reward of the last five of 50 steps: over three nodes {over:.3f}, on one {alone}")
+    assert all(line["payload/dropped_micro_batches"] == 0 for line in job.steps if line["step"])
+    assert abs(over - sum(alone) / 3) <= 0.05
+    everything_is_gone()
+
+
+def rewards(lines):
+    return round(sum(line["train/reward"] for line in lines[-5:]) / 5, 4)
 
 
 def test_ranks_on_two_nodes_train_one_model(submit):

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
+import tomli_w
 
 from shmrl.config import dump_toml, load_run
 from shmrl.node.host import tiny_model_command
@@ -62,11 +64,11 @@ SLOW = RUN.replace('"reverse-text", args = {', '"tests.support.slow_env:SlowReve
 
 
 @functools.cache
-def _model_path():
-    """The model of MODEL, made once for all tests, so that their runs start sooner."""
+def _model_path(text=TINY):
+    """The model of a run, trained as its [warmup] says; made once for all tests, so that their runs start sooner."""
     directory = Path(tempfile.mkdtemp(prefix="shmrl-test-model-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    (directory / "run.toml").write_text(TINY)
+    (directory / "run.toml").write_text(text)
     (directory / "resolved.toml").write_text(
         dump_toml(load_run([directory / "run.toml"], {"run.output-dir": str(directory)}))
     )
@@ -79,6 +81,13 @@ def with_model(text, engine=None):
     if engine is not None:
         text = text.replace("[inference]", f'[inference]\nurls = ["{engine.url}"]')
     return f'{text}\n[model]\npath = "{_model_path()}"\n'
+
+
+def warmed_up(text):
+    """`text`, which has [model.tiny] and [warmup], with the path of the model that these make in their place."""
+    tables = tomllib.loads(text)
+    del tables["model"], tables["warmup"]
+    return tomli_w.dumps({**tables, "model": {"path": str(_model_path(text))}})
 
 
 def slow():
