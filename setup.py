@@ -46,16 +46,13 @@ def extension(name: str, pyx: str, sources: list[str]) -> Extension:
     )
 
 
-ARENA = [str(path) for path in sorted(Path("csrc").glob("arena_*.c"))] + [
-    "csrc/avx512.c",
-    "csrc/copy.c",
-    "csrc/crc32c.c",
-]
+BYTES = ["csrc/avx512.c", "csrc/copy.c", "csrc/crc32c.c", "csrc/parts.c"]
+ARENA = [str(path) for path in sorted(Path("csrc").glob("arena_*.c"))] + BYTES
 if CRASH_POINTS:
     ARENA.append("tests/arena/crash_points.c")
 ANSWERS = ["csrc/payload_answers.c", "csrc/payload_json.c"]
 PAYLOAD = [str(path) for path in sorted(Path("csrc").glob("payload_*.c")) if str(path) not in ANSWERS]
-PAYLOAD += ["csrc/avx512.c", "csrc/copy.c", "csrc/crc32c.c"]
+PAYLOAD += BYTES
 
 setup(
     ext_modules=cythonize(

@@ -178,7 +178,7 @@ uint32_t srl_crc32c(uint32_t crc, const void *bytes, size_t nbytes);
 /* Continues crc[0..2] over the n bytes at bytes, bytes + block and bytes + 2 * block. */
 void srl_crc_three(uint32_t *crc, const void *bytes, size_t block, size_t n);
 void srl_crc_blocks(const void *bytes, size_t nbytes, size_t block, uint32_t *out); /* one crc per block */
-/* Copies, with a crc for each `block` bytes; what is large goes around the caches. */
+/* Copies, with a crc for each `block` bytes; what is large goes around the caches, on several cores. */
 void srl_copy_blocks(void *to, const void *from, uint64_t nbytes, uint64_t block, uint32_t *crcs);
 void srl_copy_around(void *to, const void *from, uint64_t nbytes); /* the same without */
 bool srl_wide(void);                                             /* the machine has what the next six need */
@@ -190,6 +190,12 @@ uint32_t srl_wide_copy(uint32_t crc, void *to, const void *from, size_t nbytes, 
 void srl_wide_stream_three(void *to, const void *from, size_t block);
 void srl_wide_copy_three(void *to, const void *from, size_t block, uint32_t *crcs);
 void srl_wide_fence(void);
+
+/* work on several cores, parts.c */
+#define SRL_PARTS 4                /* at most */
+size_t srl_parts(uint64_t nbytes); /* into how many parts to cut what handles so many bytes: 1 below 4 MiB */
+/* work(part) for each of `count` <= SRL_PARTS parts of nbytes, at once; returns when all are done. */
+void srl_each(void *(*work)(void *), void *parts, size_t nbytes, size_t count);
 
 /* Of a class of cells: 256 * {1, 1.25, 1.5, 1.75} * 2^k up to 32 KiB; all are multiples of a cache line. */
 static inline uint32_t srl_cell_nbytes(unsigned cls) {

@@ -2,7 +2,8 @@
  * block, without the interpreter's lock for large ones.
  *
  * From 256 KiB on stores bypass the caches (1.4 to 2 times glibc's memcpy into memory whose reader comes
- * later), unless the caller says that the reader is next (`hot`). SRL_PORTABLE leaves the intrinsics out.
+ * later), unless the caller says that the reader is next (`hot`). SRL_PORTABLE leaves the intrinsics out. From 4 MiB on
+ * the work is shared (parts.c).
  */
 #include "arena_core.h"
 #include <string.h>
@@ -101,11 +102,38 @@ static void copy_blocks(char *to, const char *from, size_t nbytes, size_t block,
         copy(to + at, from + at, nbytes - at);
 }
 
+struct part {
+    char *to;
+    const char *from;
+    size_t nbytes, block;
+    bool streaming;
+    uint32_t *crcs; /* or NULL */
+};
+
+static void *copy_part(void *arg) {
+    struct part *p = arg;
+    if (p->streaming || p->crcs)
+        copy_blocks(p->to, p->from, p->nbytes, p->block, p->streaming, p->crcs);
+    else
+        memcpy(p->to, p->from, p->nbytes);
+    if (p->streaming)
+        fence(); /* of this thread's stores, before the release store that publishes the bytes */
+    return NULL;
+}
+
+/* In as many parts as it is worth, each of whole blocks. */
+static void copy_all(char *to, const char *from, size_t nbytes, size_t block, bool streaming,
+                     uint32_t *crcs) {
+    struct part parts[SRL_PARTS];
+    size_t n = 0, each = (nbytes / srl_parts(nbytes) / (3 * block) + 1) * 3 * block;
+    for (size_t at = 0; at < nbytes; at += each)
+        parts[n++] = (struct part){to + at, from + at, nbytes - at < each ? nbytes - at : each,
+                                   block,   streaming, crcs ? crcs + at / block : NULL};
+    srl_each(copy_part, parts, sizeof *parts, n);
+}
+
 void srl_copy_blocks(void *to, const void *from, uint64_t nbytes, uint64_t block, uint32_t *crcs) {
-    bool streaming = streams(nbytes, false);
-    copy_blocks(to, from, nbytes, block, streaming, crcs);
-    if (streaming)
-        fence();
+    copy_all(to, from, nbytes, block, streams(nbytes, false), crcs);
 }
 
 void srl_copy_around(void *to, const void *from, uint64_t nbytes) {
@@ -115,8 +143,7 @@ void srl_copy_around(void *to, const void *from, uint64_t nbytes) {
     }
     size_t head = -(size_t)to & 63;
     memcpy(to, from, head);
-    copy_blocks((char *)to + head, (const char *)from + head, nbytes - head, SRL_PAGE, true, NULL);
-    fence();
+    copy_all((char *)to + head, (const char *)from + head, nbytes - head, SRL_PAGE, true, NULL);
 }
 
 static uint32_t crc_count(uint64_t nbytes) {
@@ -135,14 +162,10 @@ uint32_t srl_fill(void *to, const void *from, uint64_t nbytes, bool hot, bool ch
     bool streaming = from && streams(nbytes, hot), blocks = checksum && nbytes > SRL_PAGE;
     char *tail = (char *)to + srl_tail_at(nbytes);
     uint32_t *crcs = (uint32_t *)(tail + SRL_TAIL_HEADER);
-    if (from && (streaming || blocks))
-        copy_blocks(to, from, nbytes, SRL_PAGE, streaming, blocks ? crcs : NULL);
-    else if (from)
-        memcpy(to, from, nbytes);
+    if (from)
+        copy_all(to, from, nbytes, SRL_PAGE, streaming, blocks ? crcs : NULL);
     else if (blocks)
         srl_crc_blocks(to, nbytes, SRL_PAGE, crcs);
-    if (streaming)
-        fence(); /* before the release store that publishes the bytes */
     if (!blocks) {
         *crc = checksum ? srl_crc32c(0, to, nbytes) : 0;
         return 0;

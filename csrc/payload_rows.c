@@ -48,8 +48,8 @@ int64_t srl_rows_scratch(const srl_rows_t *r) {
     return 2 * (piece + 2 * GROUP + 64) / 128 * 128 + 128;
 }
 
-int srl_store_rows(const srl_rows_t *r, int64_t first, int64_t rows, uint8_t *dst, int64_t at, uint32_t *crcs,
-                   uint8_t *scratch, uint32_t *seen, int64_t *where) {
+static int store_rows(const srl_rows_t *r, int64_t first, int64_t rows, uint8_t *dst, int64_t at,
+                      uint32_t *crcs, uint8_t *scratch, uint32_t *seen, int64_t *where) {
     int64_t size = r->type < 0 ? -r->type : r->type, row = r->row_ids * size,
             kept = r->row_ids * r->dst_nbytes;
     int64_t most = widest(r) > PIECE ? 1 : PIECE / widest(r);
@@ -83,5 +83,54 @@ int srl_store_rows(const srl_rows_t *r, int64_t first, int64_t rows, uint8_t *ds
     }
     if (streaming)
         srl_wide_fence();
+    return 0;
+}
+
+struct part {
+    const srl_rows_t *r;
+    int64_t first, rows, at, where;
+    uint8_t *dst, *scratch;
+    uint32_t *crcs, *seen;
+    int code;
+};
+
+static void *store_part(void *arg) {
+    struct part *p = arg;
+    p->code = store_rows(p->r, p->first, p->rows, p->dst, p->at, p->crcs, p->scratch, p->seen, &p->where);
+    return NULL;
+}
+
+int64_t srl_rows_parts(const srl_rows_t *r, int64_t rows) {
+    int64_t size = r->type < 0 ? -r->type : r->type;
+    return (int64_t)srl_parts((uint64_t)(rows * r->row_ids * size));
+}
+
+int srl_store_rows(const srl_rows_t *r, int64_t first, int64_t rows, uint8_t *dst, int64_t at, uint32_t *crcs,
+                   uint8_t *scratch, uint32_t *seen, int64_t *where) {
+    struct part parts[SRL_PARTS];
+    int64_t ahead = at % r->rows_per_crc; /* of the first checksum: no two parts add to the same one */
+    int64_t each = ((rows + ahead) / srl_rows_parts(r, rows) / r->rows_per_crc + 1) * r->rows_per_crc;
+    size_t n = 0;
+    for (int64_t done = 0, end; done < rows; done = end) {
+        end = done + each - (at + done) % r->rows_per_crc;
+        end = end < rows ? end : rows;
+        parts[n] = (struct part){.r = r,
+                                 .first = first + done,
+                                 .rows = end - done,
+                                 .at = at + done,
+                                 .dst = dst + done * r->row_ids * r->dst_nbytes,
+                                 .scratch = scratch + (int64_t)n * srl_rows_scratch(r),
+                                 .crcs = crcs,
+                                 .seen = seen + (int64_t)n * r->limit};
+        n++;
+    }
+    srl_each(store_part, parts, sizeof *parts, n);
+    for (size_t i = 0; i < n; i++)
+        if (parts[i].code) {
+            *where = parts[i].where;
+            if (parts[i].code != -EINVAL) /* which names a character of the whole text */
+                *where += (parts[i].first - first) * r->row_ids;
+            return parts[i].code;
+        }
     return 0;
 }

@@ -32,6 +32,7 @@ cdef extern from "payload.h" nogil:
     int srl_store_rows(const srl_rows_t *, int64_t, int64_t, uint8_t *, int64_t, uint32_t *, uint8_t *, uint32_t *,
                        int64_t *)
     int64_t srl_rows_scratch(const srl_rows_t *)
+    int64_t srl_rows_parts(const srl_rows_t *, int64_t)
     int srl_check_kept(const int32_t *, const int32_t *, const int32_t *, int64_t, int64_t *)
     int64_t srl_base64_decode(const char *, int64_t, uint8_t *, int64_t, int64_t *)
     int srl_gather(const srl_block_t *, int64_t, const srl_copy_t *, int64_t, uint8_t *, int64_t, int64_t *)
@@ -123,8 +124,9 @@ def store_rows(object source, int64_t skip, int type_code, tuple shape, int64_t 
         r.source, length = ids.view.buf, ids.view.len
     if min(skip, first, at) < 0 or end > length or -(-(at + rows) // rows_per_crc) * 4 > sums.view.len:
         raise ValueError(f"rows [{first}, {first + rows}) at {at} leave their source or the checksums")
-    cdef uint8_t *scratch = <uint8_t *> malloc(<size_t> srl_rows_scratch(&r))
-    cdef uint32_t *seen = <uint32_t *> calloc(<size_t> limit, sizeof(uint32_t))
+    cdef int64_t parts = srl_rows_parts(&r, rows)
+    cdef uint8_t *scratch = <uint8_t *> malloc(<size_t> (parts * srl_rows_scratch(&r)))
+    cdef uint32_t *seen = <uint32_t *> calloc(<size_t> (parts * limit), sizeof(uint32_t))
     if scratch == NULL or seen == NULL:
         free(scratch)
         free(seen)

@@ -90,25 +90,28 @@ def test_a_run_over_three_nodes(submit):
 @pytest.mark.timeout(3600)
 def test_it_learns_as_much_as_on_one_node(submit, tmp_path):
     """The README's main job, from one warmed-up model: three runs on this machine, and one over three nodes."""
-    text = warmed_up((ROOT / "configs" / "reverse-text.toml").read_text())
+    text = warmed_up((ROOT / "configs" / "reverse-text.toml").read_text(), tmp_path / "warm-up")
     alone = []
     for number in range(3):
         directory = tmp_path / f"alone{number}"
         directory.mkdir()
         one = Run(directory, text=text, sources=2).start()
         assert one.finish(900)[0] == 0
-        alone.append(rewards(one.metrics()))
+        alone.append(reward(one.metrics()[-5:]))
     job = submit(text, **{"trainer.ranks": 1})
     assert job.finish(1200) == 0, job.log
-    over = rewards(job.steps)
-    print(f"reward of the last five of 50 steps: over three nodes {over:.3f}, on one {alone}")
-    assert all(line["payload/dropped_micro_batches"] == 0 for line in job.steps if line["step"])
+    steps = [line for line in job.steps if line["step"]]
+    over = reward(steps[-5:])
+    print(f"reward of the last five of {len(steps)} steps: over three nodes {over:.4f}, on one {alone}")
+    assert over >= reward(steps[:3]) + 0.2
     assert abs(over - sum(alone) / 3) <= 0.05
+    assert all(line["payload/dropped_micro_batches"] == 0 for line in steps)
     everything_is_gone()
 
 
-def rewards(lines):
-    return round(sum(line["train/reward"] for line in lines[-5:]) / 5, 4)
+def reward(lines):
+    """Its mean over these steps."""
+    return round(sum(line["train/reward"] for line in lines) / len(lines), 4)
 
 
 def test_ranks_on_two_nodes_train_one_model(submit):

@@ -7,14 +7,14 @@ import pytest
 
 from shmrl.payload import Branch, Routing, encode
 from tests.payload.branches import routes
-from tests.support.drivers import MACHINES, check
+from tests.support.drivers import MACHINES, PARTS, check
 
-PARTS = ["avx512.c", "crc32c.c", "payload_ids.c", "payload_rows.c", "payload_vector.c"]
+CSRC = ["avx512.c", "crc32c.c", "parts.c", "payload_ids.c", "payload_rows.c", "payload_vector.c"]
 
 
-@pytest.mark.parametrize("flags", MACHINES)
+@pytest.mark.parametrize("flags", [*MACHINES, *PARTS])
 def test_every_type_and_place_and_what_is_wrong(tmp_path, flags):
-    check(Path(__file__).with_name("rows_driver.c"), PARTS, flags, tmp_path)
+    check(Path(__file__).with_name("rows_driver.c"), CSRC, flags, tmp_path)
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (170,), (171, 400), (5, 6, 7)])

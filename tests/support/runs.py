@@ -64,11 +64,11 @@ SLOW = RUN.replace('"reverse-text", args = {', '"tests.support.slow_env:SlowReve
 
 
 @functools.cache
-def _model_path(text=TINY):
-    """The model of a run, trained as its [warmup] says; made once for all tests, so that their runs start sooner."""
+def _model_path():
+    """The model of MODEL, made once for all tests, so that their runs start sooner."""
     directory = Path(tempfile.mkdtemp(prefix="shmrl-test-model-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    (directory / "run.toml").write_text(text)
+    (directory / "run.toml").write_text(TINY)
     (directory / "resolved.toml").write_text(
         dump_toml(load_run([directory / "run.toml"], {"run.output-dir": str(directory)}))
     )
@@ -83,11 +83,16 @@ def with_model(text, engine=None):
     return f'{text}\n[model]\npath = "{_model_path()}"\n'
 
 
-def warmed_up(text):
-    """`text`, which has [model.tiny] and [warmup], with the path of the model that these make in their place."""
+def warmed_up(text, directory):
+    """`text`, which has [model.tiny] and [warmup], with the path of the model that these make in their place: a run of
+    one step in `directory` makes it."""
+    directory.mkdir()
+    run = Run(directory, text=text, sources=2, **{"run.max-steps": 1}).start()
+    code, output = run.finish(600)
+    assert code == 0, output
     tables = tomllib.loads(text)
     del tables["model"], tables["warmup"]
-    return tomli_w.dumps({**tables, "model": {"path": str(_model_path(text))}})
+    return tomli_w.dumps({**tables, "model": {"path": str(run.output_dir / "weights" / "step_0")}})
 
 
 def slow():
