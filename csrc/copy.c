@@ -121,11 +121,12 @@ static void *copy_part(void *arg) {
     return NULL;
 }
 
-/* In as many parts as it is worth, each of whole blocks. */
+/* In as many parts as it is worth, each of whole blocks, by threes where there are so many. */
 static void copy_all(char *to, const char *from, size_t nbytes, size_t block, bool streaming,
                      uint32_t *crcs) {
     struct part parts[SRL_PARTS];
-    size_t n = 0, each = (nbytes / srl_parts(nbytes) / (3 * block) + 1) * 3 * block;
+    size_t n = 0, part = nbytes / srl_parts(nbytes), unit = part / 3 < block ? block : 3 * block;
+    size_t each = (part / unit + 1) * unit;
     for (size_t at = 0; at < nbytes; at += each)
         parts[n++] = (struct part){to + at, from + at, nbytes - at < each ? nbytes - at : each,
                                    block,   streaming, crcs ? crcs + at / block : NULL};

@@ -1,8 +1,8 @@
 /* Large pieces of work in parts, on several cores at once: copies, and ids that are decoded and checked. One core has
  * a third to a tenth of a host's memory bandwidth.
  *
- * Threads live for one call, with every signal blocked: none is left for a fork to lose or an exit to wait for. Where
- * one cannot be had (a limit of threads), the caller does its part.
+ * Threads live for one call: none is left for a fork to lose or an exit to wait for. They take no signals but those of
+ * their own faults. Where one cannot be had (a limit of threads), the caller does its part.
  */
 #include "arena_core.h"
 #include <pthread.h>
@@ -35,9 +35,12 @@ void srl_each(void *(*work)(void *), void *parts, size_t nbytes, size_t count) {
     bool started[SRL_PARTS] = {false};
     char *at = parts;
     if (count > 1) {
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
+        static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
+        sigset_t others, before;
+        sigfillset(&others);
+        for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
+            sigdelset(&others, faults[i]);
+        pthread_sigmask(SIG_SETMASK, &others, &before);
         for (size_t i = 1; i < count; i++)
             started[i] = pthread_create(threads + i, NULL, work, at + i * nbytes) == 0;
         pthread_sigmask(SIG_SETMASK, &before, NULL);

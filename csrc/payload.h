@@ -59,11 +59,11 @@ typedef struct {          /* rows of ids as an engine sent them, and as a block 
 } srl_rows_t;
 
 /* Positions first .. first + rows of the source to dst: decoded, checked, narrowed to dst_nbytes, copied, and added to
- * the checksums of the column, in which they lie from `at` on; what is large on several cores. scratch and seen:
- * srl_rows_scratch bytes and `limit` words for each of srl_rows_parts.
+ * the checksums of the column, in which they lie from `at` on. parts: how many threads share it, of srl_rows_parts;
+ * scratch and seen: srl_rows_scratch bytes and `limit` words for each.
  * -EINVAL: no base64 at character *where; -EDOM, -EEXIST: as srl_check_ids, *where from the first id of `first` on. */
 int srl_store_rows(const srl_rows_t *r, int64_t first, int64_t rows, uint8_t *dst, int64_t at, uint32_t *crcs,
-                   uint8_t *scratch, uint32_t *seen, int64_t *where);
+                   uint8_t *scratch, uint32_t *seen, int64_t parts, int64_t *where);
 int64_t srl_rows_scratch(const srl_rows_t *r);
 int64_t srl_rows_parts(const srl_rows_t *r, int64_t rows);
 

@@ -106,10 +106,10 @@ int64_t srl_rows_parts(const srl_rows_t *r, int64_t rows) {
 }
 
 int srl_store_rows(const srl_rows_t *r, int64_t first, int64_t rows, uint8_t *dst, int64_t at, uint32_t *crcs,
-                   uint8_t *scratch, uint32_t *seen, int64_t *where) {
+                   uint8_t *scratch, uint32_t *seen, int64_t count, int64_t *where) {
     struct part parts[SRL_PARTS];
     int64_t ahead = at % r->rows_per_crc; /* of the first checksum: no two parts add to the same one */
-    int64_t each = ((rows + ahead) / srl_rows_parts(r, rows) / r->rows_per_crc + 1) * r->rows_per_crc;
+    int64_t each = ((rows + ahead) / count / r->rows_per_crc + 1) * r->rows_per_crc;
     size_t n = 0;
     for (int64_t done = 0, end; done < rows; done = end) {
         end = done + each - (at + done) % r->rows_per_crc;
@@ -120,6 +120,7 @@ int srl_store_rows(const srl_rows_t *r, int64_t first, int64_t rows, uint8_t *ds
                                  .at = at + done,
                                  .dst = dst + done * r->row_ids * r->dst_nbytes,
                                  .scratch = scratch + (int64_t)n * srl_rows_scratch(r),
+                                 .where = -1,
                                  .crcs = crcs,
                                  .seen = seen + (int64_t)n * r->limit};
         n++;

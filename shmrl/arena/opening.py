@@ -198,7 +198,6 @@ def process_name() -> bytes:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     first = spec.name if spec is not None else os.path.basename(sys.argv[0])
     children = sys.modules.get("multiprocessing.process")  # not imported: who has children has imported it
-    child = [children.current_process().name] if children and children.parent_process() else []
-    words = " ".join([first, *sys.argv[1:2]]).encode()
-    last = "".join(f" {name}" for name in child).encode()[:40]
-    return words[: 79 - len(last)] + last
+    child = f" {children.current_process().name}" if children and children.parent_process() else ""
+    words = " ".join([first, *sys.argv[1:2]])[: 79 - len(child[-40:])]
+    return (words + child[-40:]).encode(errors="replace")

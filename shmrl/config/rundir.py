@@ -123,18 +123,32 @@ def open_run_dir(output_dir: Path, *, resume: bool = False, clean: bool = False)
     Resuming drops weights newer than the checkpoint (they belong to steps that will be trained again), all of them
     when there is no checkpoint yet.
     """
-    if resume and clean:
-        raise ConfigError("--resume continues a run and --clean removes it: give one of them")
-    _require_writable(output_dir)
-    if not (resume or clean) and (refusal := used_before(output_dir)):
-        raise ConfigError(refusal)
+    _require_usable(output_dir, resume, clean)
     if clean:
-        _require_ours(output_dir)
         for name in _OURS:
             _remove(output_dir / name)
     if resume:
         _drop_weights_after(output_dir, latest_checkpoint(output_dir))
     return RunDir(output_dir, _next_attempt(output_dir))
+
+
+def refusal_of(output_dir: Path, *, resume: bool = False, clean: bool = False) -> ConfigError | None:
+    """What `open_run_dir` would raise (for --dry-run). Makes the directory, and changes nothing in it."""
+    try:
+        _require_usable(output_dir, resume, clean)
+    except ConfigError as refusal:
+        return refusal
+    return None
+
+
+def _require_usable(output_dir: Path, resume: bool, clean: bool) -> None:
+    if resume and clean:
+        raise ConfigError("--resume continues a run and --clean removes it: give one of them")
+    _require_writable(output_dir)
+    if not (resume or clean) and (refusal := _used_before(output_dir)):
+        raise ConfigError(refusal)
+    if clean:
+        _require_ours(output_dir)
 
 
 def _require_ours(output_dir: Path) -> None:
@@ -154,7 +168,7 @@ def _require_ours(output_dir: Path) -> None:
     )
 
 
-def used_before(output_dir: Path) -> str | None:
+def _used_before(output_dir: Path) -> str | None:
     """Why a new run may not start in this directory, or None."""
     used = [name for name in _RESULTS if (output_dir / name).exists()]
     if not used:

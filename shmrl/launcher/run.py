@@ -23,7 +23,7 @@ import shmrl
 from shmrl.arena import render
 from shmrl.config import RunTree
 from shmrl.config.addresses import is_loopback
-from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, peek_run_dir, used_before
+from shmrl.config.rundir import RunDir, latest_checkpoint, open_run_dir, peek_run_dir, refusal_of
 from shmrl.config.tables import Log, Page
 from shmrl.errors import ConfigError, told
 from shmrl.launcher import preflight
@@ -244,11 +244,11 @@ def _versions() -> dict[str, str]:
 def dry_run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
     """Check everything, write the resolved configs, print what would be started; starts nothing.
 
-    As of the run itself, ConfigError where the directory was used, and RunError when a run is going on in it: the
+    As of the run itself, ConfigError where the directory is none for it, and RunError when a run is going on in it: the
     configs there are not ours to write.
     """
     budget = preflight.check(tree)
-    refusal = None if resume or clean else used_before(tree.run.output_dir)
+    refusal = refusal_of(tree.run.output_dir, resume=resume, clean=clean)
     with exclusive(tree):
         rundir = peek_run_dir(tree.run.output_dir)
         if refusal is None:
@@ -262,7 +262,7 @@ def dry_run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
     print(budget_line(budget))
     print_per_token(budget)
     if refusal is not None:
-        raise ConfigError(refusal)
+        raise refusal
     return 0
 
 

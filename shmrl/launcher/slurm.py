@@ -17,7 +17,7 @@ from pathlib import Path
 import jinja2
 
 from shmrl.config import RunTree, dump_toml
-from shmrl.config.rundir import RunDir, open_run_dir, used_before, write_atomic
+from shmrl.config.rundir import RunDir, open_run_dir, refusal_of, write_atomic
 from shmrl.env.sandbox import Limits
 from shmrl.errors import ConfigError, RunError
 from shmrl.launcher import preflight, roles
@@ -130,11 +130,11 @@ def submit(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
 
 def dry_run(tree: RunTree, *, slurm: bool, resume: bool = False, clean: bool = False) -> int:
     """Check everything that this machine can, write the script and the resolved run, print what would be started where,
-    and with `slurm` the script; submits nothing. As of the run itself, ConfigError where the directory was used: then
-    nothing is written there."""
+    and with `slurm` the script; submits nothing. As of the run itself, ConfigError where the directory is none for it:
+    then nothing is written there."""
     _check(tree)
     rundir = RunDir(tree.run.output_dir, 1, "<node>" if tree.deployment.several else "")
-    refusal = None if resume or clean else used_before(tree.run.output_dir)
+    refusal = refusal_of(tree.run.output_dir, resume=resume, clean=clean)
     script = _write(tree, rundir, resume) if refusal is None else None
     if tree.deployment.several:
         print_nodes(tree, rundir)
@@ -142,7 +142,7 @@ def dry_run(tree: RunTree, *, slurm: bool, resume: bool = False, clean: bool = F
         where = f"script: {script}\n\n" if script is not None else ""
         print(f"{where}{render(tree, resume=resume)}", end="")
     if refusal is not None:
-        raise ConfigError(refusal)
+        raise refusal
     return 0
 
 

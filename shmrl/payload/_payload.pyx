@@ -30,7 +30,7 @@ cdef extern from "payload.h" nogil:
         srl_int_t type
 
     int srl_store_rows(const srl_rows_t *, int64_t, int64_t, uint8_t *, int64_t, uint32_t *, uint8_t *, uint32_t *,
-                       int64_t *)
+                       int64_t, int64_t *)
     int64_t srl_rows_scratch(const srl_rows_t *)
     int64_t srl_rows_parts(const srl_rows_t *, int64_t)
     int srl_check_kept(const int32_t *, const int32_t *, const int32_t *, int64_t, int64_t *)
@@ -133,7 +133,7 @@ def store_rows(object source, int64_t skip, int type_code, tuple shape, int64_t 
         raise MemoryError(f"no memory to mark {limit} ids")
     with nogil:
         code = srl_store_rows(&r, first, rows, <uint8_t *> target.view.buf, at, <uint32_t *> sums.view.buf, scratch,
-                              seen, &where)
+                              seen, parts, &where)
         free(scratch)
         free(seen)
     return code, where

@@ -82,6 +82,10 @@ static void copy(size_t n, size_t to, size_t from, size_t block) {
 }
 
 int main(void) {
+#ifdef SRL_PART
+    if (srl_parts(2 * SRL_PART - 1) != 1 || srl_parts(2 * SRL_PART) != 2 || srl_parts(1 << 30) != SRL_CORES)
+        differs("parts", 0, 0, 0);
+#endif
     static const size_t sizes[] = {0,
                                    1,
                                    63,

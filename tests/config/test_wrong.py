@@ -193,7 +193,13 @@ def test_a_dry_run_in_a_used_directory_ends_as_the_run_would_and_writes_nothing_
     assert code == 2
     assert "was used before (it has metrics.jsonl): continue it with --resume, remove it with --clean, or" in line
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    assert typed("max_steps = 4", "max_steps = 5", *where, "--clean") == (0, [])
+    code, (line,) = typed("", "", *where, "--clean")
+    assert (code, "but no run.json of a run: --clean leaves them alone" in line) == (2, True)
+    code, (line,) = typed("", "", *where, "--clean", "--resume")
+    assert (code, "give one of them" in line) == (2, True)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    (out / "run.json").write_text('{"status": "finished"}')
+    assert typed("", "", *where, "--clean") == (0, [])
     assert (out / "metrics.jsonl").exists()
 
 

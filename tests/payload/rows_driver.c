@@ -77,9 +77,9 @@ static void check(srl_int_t type, const int64_t *shape, int base64, int dst_nbyt
     uint8_t *scratch = malloc((size_t)(parts * srl_rows_scratch(&r))), *out = malloc((size_t)(rows * kept));
     uint32_t *seen = calloc((size_t)(parts * limit), 4), *sums = calloc((size_t)(rows / 17 + 1), 4);
     int64_t where = -1, cut = rows / 3;
-    expect("first piece", srl_store_rows(&r, 0, cut, out, 0, sums, scratch, seen, &where), 0);
+    expect("first piece", srl_store_rows(&r, 0, cut, out, 0, sums, scratch, seen, parts, &where), 0);
     expect("second piece",
-           srl_store_rows(&r, cut, rows - cut, out + cut * kept, cut, sums, scratch, seen, &where), 0);
+           srl_store_rows(&r, cut, rows - cut, out + cut * kept, cut, sums, scratch, seen, parts, &where), 0);
     expect("bytes", memcmp(out, wanted, (size_t)(rows * kept)), 0);
     uint32_t *crcs = summed(wanted, rows, kept, 17);
     expect("checksums", memcmp(crcs, sums, (size_t)((rows + 16) / 17 * 4)), 0);
@@ -89,18 +89,18 @@ static void check(srl_int_t type, const int64_t *shape, int base64, int dst_nbyt
         free(text);
         text = encoded(raw, skip + n * size);
         r.source = base64 ? (const void *)text : raw + skip;
-        expect("too large", srl_store_rows(&r, cut, rows - cut, out, 0, sums, scratch, seen, &where), -EDOM);
+        expect("too large", srl_store_rows(&r, cut, rows - cut, out, 0, sums, scratch, seen, parts, &where), -EDOM);
         expect("where it is too large", where, bad - first);
         memcpy(raw + skip + bad * size, raw + skip + (bad - 1) * size, (size_t)size);
         free(text);
         text = encoded(raw, skip + n * size);
         r.source = base64 ? (const void *)text : raw + skip;
-        expect("repeated", srl_store_rows(&r, cut, rows - cut, out, 0, sums, scratch, seen, &where), -EEXIST);
+        expect("repeated", srl_store_rows(&r, cut, rows - cut, out, 0, sums, scratch, seen, parts, &where), -EEXIST);
         expect("where it is repeated", where, bad - first);
         if (base64) {
             int64_t at = (skip + cut * row_ids * size) / 3 * 4 + 5;
             text[at] = '!';
-            expect("no base64", srl_store_rows(&r, cut, rows - cut, out, 0, sums, scratch, seen, &where),
+            expect("no base64", srl_store_rows(&r, cut, rows - cut, out, 0, sums, scratch, seen, parts, &where),
                    -EINVAL);
             expect("where it is none", where, at);
         }

@@ -1,5 +1,8 @@
 """Ids of an answer become rows of a block in one pass: in C, as this machine does it and as lesser ones would."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,23 @@ CSRC = ["avx512.c", "crc32c.c", "parts.c", "payload_ids.c", "payload_rows.c", "p
 @pytest.mark.parametrize("flags", [*MACHINES, *PARTS])
 def test_every_type_and_place_and_what_is_wrong(tmp_path, flags):
     check(Path(__file__).with_name("rows_driver.c"), CSRC, flags, tmp_path)
+
+
+def test_a_fault_while_cores_share_the_work_is_reported(tmp_path):
+    """Of a file that somebody cut under its mapping: the second half is another thread's, where there are two cores."""
+    code = """
+import faulthandler, mmap, os, sys
+import numpy as np
+from shmrl.payload import _payload
+faulthandler.enable()
+with open(sys.argv[1], "w+b") as file:
+    os.ftruncate(file.fileno(), 16 << 20)
+    source = mmap.mmap(file.fileno(), 16 << 20)
+    os.ftruncate(file.fileno(), 12 << 20)
+    _payload.copy_rows(source, np.empty(16 << 20, np.uint8), 65536, np.zeros(256, np.uint32))
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "cut"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Fatal Python error: Bus error" in done.stderr) == (-signal.SIGBUS, True)
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (170,), (171, 400), (5, 6, 7)])
