@@ -192,9 +192,10 @@ void srl_wide_copy_three(void *to, const void *from, size_t block, uint32_t *crc
 void srl_wide_fence(void);
 
 /* work on several cores, parts.c */
-#define SRL_PARTS 4                /* at most */
-size_t srl_parts(uint64_t nbytes); /* into how many parts to cut what handles so many bytes: 1 below 4 MiB */
-/* work(part) for each of `count` <= SRL_PARTS parts of nbytes, at once; returns when all are done. */
+#define SRL_MOST_PARTS 4
+size_t srl_parts(
+    uint64_t nbytes); /* how many are worth it for so many bytes, now: 1 below 4 MiB or on a busy machine */
+/* work(part) for each of `count` <= SRL_MOST_PARTS parts of nbytes, at once; returns when all are done. */
 void srl_each(void *(*work)(void *), void *parts, size_t nbytes, size_t count);
 
 /* Of a class of cells: 256 * {1, 1.25, 1.5, 1.75} * 2^k up to 32 KiB; all are multiples of a cache line. */

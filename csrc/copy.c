@@ -124,7 +124,7 @@ static void *copy_part(void *arg) {
 /* In as many parts as it is worth, each of whole blocks, by threes where there are so many. */
 static void copy_all(char *to, const char *from, size_t nbytes, size_t block, bool streaming,
                      uint32_t *crcs) {
-    struct part parts[SRL_PARTS];
+    struct part parts[SRL_MOST_PARTS];
     size_t n = 0, part = nbytes / srl_parts(nbytes), unit = part / 3 < block ? block : 3 * block;
     size_t each = (part / unit + 1) * unit;
     for (size_t at = 0; at < nbytes; at += each)

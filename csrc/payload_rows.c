@@ -107,7 +107,7 @@ int64_t srl_rows_parts(const srl_rows_t *r, int64_t rows) {
 
 int srl_store_rows(const srl_rows_t *r, int64_t first, int64_t rows, uint8_t *dst, int64_t at, uint32_t *crcs,
                    uint8_t *scratch, uint32_t *seen, int64_t count, int64_t *where) {
-    struct part parts[SRL_PARTS];
+    struct part parts[SRL_MOST_PARTS];
     int64_t ahead = at % r->rows_per_crc; /* of the first checksum: no two parts add to the same one */
     int64_t each = ((rows + ahead) / count / r->rows_per_crc + 1) * r->rows_per_crc;
     size_t n = 0;
