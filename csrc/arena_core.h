@@ -193,8 +193,8 @@ void srl_wide_fence(void);
 
 /* work on several cores, parts.c */
 #define SRL_MOST_PARTS 4
-size_t srl_parts(
-    uint64_t nbytes); /* how many are worth it for so many bytes, now: 1 below 4 MiB or on a busy machine */
+/* How many parts are worth it for so many bytes, now: 1 below 4 MiB, or on a busy machine. */
+size_t srl_parts(uint64_t nbytes);
 /* work(part) for each of `count` <= SRL_MOST_PARTS parts of nbytes, at once; returns when all are done. */
 void srl_each(void *(*work)(void *), void *parts, size_t nbytes, size_t count);
 
