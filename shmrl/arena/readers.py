@@ -18,6 +18,7 @@ from shmrl.arena import table
 if TYPE_CHECKING:
     from shmrl.arena._ctl import Ctl
 
+MOST = 256  # bits of a done set, whatever a damaged arena or a title says
 DONE = 5  # csrc/arena_layout.h: SRL_DID_DONE
 TICK_NS = 20_000_000  # events have a coarse clock
 _RANK = re.compile(r"trainer:(\d+)")  # of a run: its orchestrator ships to the ranks and, behind them, to itself
@@ -39,7 +40,7 @@ class Readers:
 
     def __init__(self, ctl: Ctl, processes: dict[int, table.Process]) -> None:
         found = [match for one in processes.values() if (match := _RANK.fullmatch(one.name))]
-        self.ranks = max((1 + int(match[1]) for match in found), default=0)
+        self.ranks = max((1 + rank for match in found if (rank := int(match[1])) < MOST), default=0)
         self._names = table.names(processes).processes
         self._known = _who_was_done(ctl, processes) | _by_title(processes)
 
@@ -49,7 +50,7 @@ class Readers:
         among = range(self.ranks + 1 if self.ranks else row["readers"])
         if left <= 0:
             return Missing(0, ())
-        if row["readers"] > len(among) or not set(row["done"]) <= set(among):
+        if row["readers"] > min(len(among), MOST) or not set(row["done"]) <= set(among):
             return Missing(left, ())
         return Missing(left, tuple((i, self._name(i, row)) for i in among if i not in row["done"]))
 

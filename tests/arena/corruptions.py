@@ -9,6 +9,7 @@ import gc
 import logging
 import mmap
 import random
+import resource
 import sys
 
 from shmrl.arena import Arena, commands, files, inspect, overview, render
@@ -16,6 +17,7 @@ from shmrl.errors import ArenaError
 from tests.arena import layout
 
 CAPACITY = 2 << 20
+ADDRESSES = 2 << 30  # bytes: several times what it takes
 SIZES = (0, 100, 5000, 60_000, 70_000, 200_000)
 VALUES = (0, 1, 2, 0xFFFF, 0xFFFFFFFF, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1)
 
@@ -174,6 +176,7 @@ def one(scene, rng):
 def main(seed, first, count):
     """A line per corruption: its number and how many operations answered with an error; then "clean"."""
     logging.disable(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))  # a count that nonsense gives is not to be believed
     scene = Scene()
     for number in range(int(first), int(first) + int(count)):
         print(number, one(scene, random.Random(f"{seed}/{number}")), flush=True)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from shmrl.arena import Arena, Handle, commands, overview, render
+from shmrl.arena import Arena, Handle, commands, inspect, overview, render
 from shmrl.errors import ArenaFull
 
 MIB = 1 << 20
@@ -113,3 +113,18 @@ def test_a_full_arena_says_for_whom_its_bytes_wait(arena, attached, monkeypatch)
     slow.kill()
     arena.sweep()
     arena.free(handles)
+
+
+@pytest.mark.parametrize("title", [None, f"trainer:{10**30}"])
+def test_no_more_readers_are_believed_in_than_there_can_be(arena, attached, title):
+    """A damaged count, and a title that is none of a rank: each cost memory until there was none."""
+    if title is not None:
+        attached(arena.address, title, 1)
+    handle = arena.put(bytes(1000), tag="run/math/g")
+    arena.ship(handle, readers=2, step=7)
+    with inspect.look(arena.address) as seen:
+        (row,) = seen.rows(inspect.Filter(), "size")
+        damaged, whole = seen.missing([{**row, "readers": (1 << 32) - 1}, row])
+    assert damaged == {"count": (1 << 32) - 1, "readers": []}
+    assert [one["reader"] for one in whole["readers"]] == [0, 1]
+    arena.free(handle)
