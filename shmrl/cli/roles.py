@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from shmrl.cli.common import Files, Flags, Switch, begin, given, located, run_tree
+from shmrl.errors import ConfigError
 
 
 @dataclass
@@ -30,7 +33,10 @@ class Run(_Output):
     """Write the resolved configs and print what would be started; start nothing."""
 
     def __call__(self, flags: Flags) -> int:
-        tree = run_tree("launcher", self.files, flags)
+        try:
+            tree = run_tree("launcher", self.files, flags)
+        except ConfigError as wrong:
+            raise ConfigError([*wrong.problems, *_wrong_environments(self.files, flags)]) from wrong
         from shmrl.launcher import run, slurm
 
         options = {"resume": self.resume, "clean": self.clean}
@@ -39,6 +45,19 @@ class Run(_Output):
             do = functools.partial(slurm.dry_run, slurm=self.slurm)
         with located(self.files, flags):
             return do(tree, **options)
+
+
+def _wrong_environments(files: Sequence[Path], flags: Flags) -> list[str]:
+    """What is wrong with the environments of a run with which other things are wrong: said with those."""
+    from shmrl.config import RunTree, faults
+    from shmrl.config.load import read_layers
+    from shmrl.launcher.preflight import environments_of
+
+    try:
+        tables, origin = read_layers(files, flags)
+    except (ConfigError, OSError):  # which was said
+        return []
+    return [faults.located(problem, origin, RunTree.model_fields) for problem in environments_of(tables)]
 
 
 @dataclass

@@ -81,10 +81,23 @@ def _at(tree: Any, path: Sequence[str]) -> Any:
     return tree
 
 
+def _deeper(model: type[BaseModel], path: Where) -> str:
+    """The key of that very name in a table below, if there is one alone."""
+    below = [*path[:-1]]
+    found = [
+        ".".join([*below, name, path[-1]])
+        for name in _keys_at(model, below)
+        if path[-1] in _keys_at(model, [*below, name])
+    ]
+    return f"did you mean {found[0]}?" if len(found) == 1 else ""
+
+
 def _messages(model: type[BaseModel], path: Where, given: Any, item: Any) -> list[str]:
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        hint = close_to(path[-1], _keys_at(model, path[:-1]))
+        known = _keys_at(model, path[:-1])
+        nearly = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.8)
+        hint = close_to(path[-1], nearly) if nearly else _deeper(model, path) or close_to(path[-1], known)
         return ["unknown key" + (f"; {hint}" if hint else "")]
     if kind == "missing":
         return ["missing"]

@@ -67,8 +67,10 @@ def matching(model: type[BaseModel], wanted: str | None) -> list[Key]:
     below = [key for key in every if f"{key.dotted}.".startswith(f"{wanted}.")]
     found = below or [key for key in every if wanted in key.dotted]
     if not found:
-        parts = dict.fromkeys(part for key in every for part in key.dotted.split(".") if part != "N")
-        raise ConfigError(f"no key has {wanted!r} in it; {close_to(wanted, parts) or '`shmrl keys` lists all'}")
+        names = [name.replace(".N.", ".") for key in every for name in (key.dotted, key.dotted.rpartition(".")[0])]
+        known = names if "." in wanted else [part for name in names for part in name.split(".")]
+        hint = close_to(wanted, dict.fromkeys(known)) or "`shmrl keys` lists all"
+        raise ConfigError(f"no key has {wanted!r} in it; {hint}")
     return found
 
 

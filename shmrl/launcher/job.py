@@ -274,7 +274,7 @@ class _Node:
             ended = self._ended()
             return None if ended is None or ended.orderly else Outcome(1, "failed", ended.reason)
         if host.rundir.drain.exists():
-            supervisor.drain()
+            supervisor.drain(str(host.rundir.drain))
         return None
 
     async def _roles(self, host: Hosting, tree: RunTree) -> list[Role]:

@@ -13,11 +13,13 @@ import json
 import os
 import shutil
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from pydantic import ValidationError
 
 from shmrl.config import ArenaConfig, RunTree
 from shmrl.config.addresses import redacted
@@ -106,6 +108,27 @@ def _environments(tree: RunTree, *, here: bool = True) -> list[str]:
     """here: they will run on this machine."""
     hosted = _hosted(tree)
     return [f"{where}: {why}" for where, source in hosted for why in faults_of(source.env, source.serve, here=here)]
+
+
+def environments_of(tables: Mapping[str, Any]) -> list[str]:
+    """The same of a run that is not whole: of those sources of its tables whose env and serve are."""
+    found = []
+    for split in ("train", "eval"):
+        for source in _sources(tables, split):
+            try:
+                env = EnvSpec.model_validate(source.get("env"))
+                serve = ServeConfig.model_validate(source.get("serve", {}))
+            except ValidationError:
+                continue
+            if serve.address is None:
+                found += [f"orchestrator.{split}.source {source.get('name')!r}: {why}" for why in faults_of(env, serve)]
+    return found
+
+
+def _sources(tables: Any, split: str) -> list[Mapping[str, Any]]:
+    for key in ("orchestrator", split, "source"):
+        tables = tables.get(key) if isinstance(tables, Mapping) else None
+    return [one for one in tables if isinstance(one, Mapping)] if isinstance(tables, list) else []
 
 
 def faults_of(env: EnvSpec, serve: ServeConfig, *, here: bool = True) -> list[str]:

@@ -76,7 +76,7 @@ def run(tree: RunTree, *, resume: bool = False, clean: bool = False) -> int:
         def tick() -> None:
             host.tick()
             if rundir.drain.exists():
-                supervisor.drain()
+                supervisor.drain(str(rundir.drain))
 
         supervisor = Supervisor(host.tag, host.janitor, tick)
         try:

@@ -99,11 +99,13 @@ class Supervisor:
         self._restarted: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()  # of roles on demand, in a row
         self._interrupts = 0
+        self._asked = "Ctrl-C"  # what the run drains by
         self._finished = 0.0  # when a final role last finished, or we last said who has not
 
-    def drain(self) -> None:
-        """As the first Ctrl-C; once."""
+    def drain(self, asked: str) -> None:
+        """As the first Ctrl-C; once. asked: by what, for people."""
         if not self._interrupts:
+            self._asked = asked
             self._signalled(signal.SIGINT)
 
     async def run(
@@ -234,7 +236,9 @@ class Supervisor:
             if outcome is not None:
                 return outcome
         if self._interrupts:
-            return Outcome(130, "interrupted", "stopped by Ctrl-C after draining; continue with --resume", orderly=True)
+            return Outcome(
+                130, "interrupted", f"stopped by {self._asked} after draining; continue with --resume", orderly=True
+            )
         return Outcome(0, "finished", "", orderly=True)
 
     def _remind(self, awaited: set[str]) -> None:
@@ -265,7 +269,7 @@ class Supervisor:
             log.info("%s finished", role.name)
             return None
         if self._interrupts and role.drains and code == -signal.SIGINT:
-            return Outcome(130, "interrupted", "stopped by Ctrl-C before there was a step to finish")
+            return Outcome(130, "interrupted", f"stopped by {self._asked} before there was a step to finish")
         if self._restarted[role.name] < role.restarts and not self._interrupts:
             await self._restart(event)
             return None
@@ -310,7 +314,8 @@ class Supervisor:
             return Outcome(128 + number, "interrupted", f"stopped by {number.name}; continue with --resume")
         drains = [self._running[role.name] for role in roles if role.drains and role.name in self._running]
         if self._interrupts == 1 and drains:
-            log.info("Ctrl-C: finishing the step and writing a checkpoint; press it again to stop at once")
+            again = "press it again" if self._asked == "Ctrl-C" else "press Ctrl-C"
+            log.info("%s: finishing the step and writing a checkpoint; %s to stop at once", self._asked, again)
             for process in drains:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGINT)

@@ -157,6 +157,19 @@ def test_every_fault_of_a_file_is_said_at_once(typed):
     assert (code, len(lines)) == (2, 4)
 
 
+def test_a_fault_of_an_environment_is_said_with_the_others(typed):
+    code, lines = typed('id = "reverse-text"', 'id = "revers-text"', "--orchestrator.batch-size", "30")
+    assert (code, len(lines)) == (2, 2)
+    assert "batch_size" in lines[0]
+    assert "revers-text" in lines[1]
+    assert "orchestrator.train.source" in lines[1]
+
+
+def test_a_key_of_a_table_below_is_meant(typed):
+    code, (line,) = typed("", "", "--trainer.lr", "1e-3")
+    assert (code, line.endswith("unknown key; did you mean trainer.optimizer.lr?")) == (2, True)
+
+
 def test_a_flag_is_named_as_it_was_typed(typed):
     code, (line,) = typed("", "", "--trainer.optimiser.lr", "1e-3")
     assert code == 2

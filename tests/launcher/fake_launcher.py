@@ -44,7 +44,7 @@ def tick():
     with (directory / "ticks").open("a") as file:
         file.write(".")
     if (directory / "drain").exists():
-        supervisor.drain()
+        supervisor.drain("runs/x/drain")
     return Outcome(0, "finished", "told") if (directory / "told").exists() else None
 
 

@@ -424,4 +424,5 @@ def test_a_request_to_drain_is_the_first_ctrl_c(launch):
     (launcher.directory / "drain").touch()
     code, output = launcher.finish()
     assert code == 130
-    assert "stopped by Ctrl-C after draining" in output
+    assert "runs/x/drain: finishing the step and writing a checkpoint; press Ctrl-C to stop at once" in output
+    assert "stopped by runs/x/drain after draining" in output

@@ -269,10 +269,16 @@ async def test_a_conversation_goes_on_with_the_rows_it_lacks(client, tree):
 
 
 async def test_a_reply_that_an_update_aborts_goes_on_where_it_stopped(client, tree):
-    model = conversation(client, tree, max_tokens=400, ignore_eos=True)
-    model._format = copy.copy(model._format)
-    model._format.stop_ids = []
-    reply = await in_the_making(client, lambda: model.create(messages=[{"role": "user", "content": "a question"}]))
+    models = []  # one for each time it was asked
+
+    def ask():
+        models.append(conversation(client, tree, max_tokens=400, ignore_eos=True))
+        models[-1]._format = copy.copy(models[-1]._format)
+        models[-1]._format.stop_ids = []
+        return models[-1].create(messages=[{"role": "user", "content": "a question"}])
+
+    reply = await in_the_making(client, ask)
+    model = models[-1]
     await client.update_weights(str(tree.initial_weights), 1, mode="abort")
     assert (await reply).usage["completion_tokens"] == 400
     (branch,) = model.branches({})
