@@ -19,6 +19,8 @@ from shmrl.types import Handle
 
 GROUPS = ("source", "step", "holder")  # of stats, unless one is asked for
 
+LEFT = ("orphaned", "orphaned_bytes", "unswept", "unswept_bytes")  # what the dead left, in a living arena
+
 
 def ls(address: str | None = None) -> list[dict[str, Any]]:
     """Every arena of this uid: address, state, run_id, age_s, directory, processes, counters; "error" for them where it
@@ -29,18 +31,22 @@ def ls(address: str | None = None) -> list[dict[str, Any]]:
 def blocks(
     address: str | None, wanted: Filter, order: str | None = None, limit: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The blocks of one arena as Arena.ls() has them, one at a time. order: size, age or tag, else by slot.
+    """The blocks of one arena as Arena.ls() has them, one at a time; owner_dead: the owner died, and nobody swept yet.
+    order: size, age or tag, else by slot.
 
     ConfigError for a state or order that does not exist, ForeignArena.
     """
     if order is not None and order not in inspect.ORDERS:
         raise ConfigError(f"sort {order!r}: {', '.join(inspect.ORDERS)}")
     with inspect.look(only(address)) as seen:
-        yield from seen.rows(wanted, order, limit)
+        gone = seen.gone
+        for row in seen.rows(wanted, order, limit):
+            yield {**row, "owner_dead": row["owner"] in gone}
 
 
 def stats(address: str | None = None, by: str | None = None) -> list[dict[str, Any]]:
-    """Counters; by_<key>: {name: {"blocks", "bytes"}}, whose bytes sum to used_bytes; who is attached.
+    """Counters; unswept, unswept_bytes: blocks of the dead that nobody swept yet, so that they are no orphans;
+    by_<key>: {name: {"blocks", "bytes"}}, whose bytes sum to used_bytes; who is attached.
 
     by: one of table.BY, else source, step and holder; with shares, rows by source have "share" and "borrowed" too.
     ForeignArena, ConfigError.
@@ -53,6 +59,7 @@ def stats(address: str | None = None, by: str | None = None) -> list[dict[str, A
 def _stats(address: str, groups: tuple[str, ...]) -> dict[str, Any]:
     with inspect.look(address, fields="field" in groups) as seen:
         counters, counted = seen.counts(*groups)
+        counters |= seen.unswept()
         attached = [
             {"pid": p.pid, "name": p.name, "alive": index in seen.alive, "stopped": seen.is_stopped(index)}
             for index, p in sorted(seen.processes.items())
@@ -66,7 +73,7 @@ def top(address: str | None = None, count: int = 10) -> list[dict[str, Any]]:
 
     state: alive or dead. waiting, oldest_wait_s: processes that wait for space; waiters: {"process", "waits_s",
     "wants_bytes"} of the first ones; then keeper: {"process", "bytes", "oldest_s"} of who keeps most, else None.
-    kept: {"blocks", "bytes"} of old steps that the run retains.
+    stopped: names of processes that run nothing (SIGSTOP). kept: {"blocks", "bytes"} of old steps that the run retains.
     Each table has the `count` largest groups and the rest as one, so that its bytes sum to used_bytes. suspects:
     {"blocks", "bytes", "rows"}: what may leak, in all, and the oldest of it, each with "why"
     and with the readers that are "missing", as of holders().
@@ -92,6 +99,7 @@ def _top(address: str, count: int) -> dict[str, Any]:
             "oldest_wait_s": waiting[0].waits_s if waiting else 0.0,
             "waiters": [one._asdict() for one in waiting[:count]],
             "keeper": keeper._asdict() if keeper else None,
+            "stopped": [seen.names.process(index) for index in sorted(seen.alive) if seen.is_stopped(index)],
             "newest_step": newest,
             **{by: largest(by, counted[by], count) for by in table.BY},
             "largest": list(seen.rows(Filter(), "size", count)),
@@ -156,14 +164,16 @@ def follow(address: str | None = None) -> Iterator[dict[str, Any]]:
 
 def gc(address: str | None = None) -> dict[str, Any]:
     """Removes dead arenas -> {"removed": addresses, "freed_bytes": what they had committed, "left": orphans of living
-    ones, which are theirs: [{"address", "orphaned", "orphaned_bytes"}]}."""
+    ones, which are theirs, and blocks of the dead to be swept: [{"address", "orphaned", "orphaned_bytes", "unswept",
+    "unswept_bytes"}]}."""
     before = {row["address"]: row for row in inspect.list_arenas(address)}
     removed = inspect.gc(address)
-    left = [row for row in before.values() if row["address"] not in removed and row.get("orphaned")]
+    living = [row for row in before.values() if row["address"] not in removed and row["state"] == "alive"]
+    left = [row for row in living if row["orphaned"] or row["unswept"]]
     return {
         "removed": removed,
         "freed_bytes": sum(before[one].get("committed_bytes", 0) for one in removed if one in before),
-        "left": [{key: row[key] for key in ("address", "orphaned", "orphaned_bytes")} for row in left],
+        "left": [{key: row[key] for key in ("address", *LEFT)} for row in left],
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shmrl.arena import files, inspect, memory, opening, placement
+from shmrl.arena import files, inspect, memory, opening, placement, printed
 from shmrl.arena.arena import Arena
 from shmrl.arena.memory import human
 from shmrl.errors import ArenaError
@@ -124,7 +124,11 @@ def _dead_arenas() -> Finding:
     dead, live = ([row for row in rows if row["state"] == state] for state in ("dead", "alive"))
     held = sum(row["committed_bytes"] for row in dead)
     orphans, their_bytes = (sum(row[key] for row in live) for key in ("orphaned", "orphaned_bytes"))
-    detail = f"{len(live)} live with {orphans} orphans ({human(their_bytes)}), {len(dead)} dead holding {human(held)}"
+    unswept = {key: sum(row[key] for row in live) for key in ("unswept", "unswept_bytes")}
+    also = f" and {printed.unswept(unswept)}" if unswept["unswept"] else ""
+    detail = (
+        f"{len(live)} live with {orphans} orphans ({human(their_bytes)}){also}, {len(dead)} dead holding {human(held)}"
+    )
     return finding("arenas", not dead, detail, "shmrl arena gc")
 
 

@@ -91,7 +91,7 @@ class Look:
     """One arena, live or dead, while `look()` has it open.
 
     head: run_id, node, boot, created_ns, max_processes. processes: the used entries by index; alive: those of
-    them whose lock byte is held, the others are dead and not yet swept.
+    them whose lock byte is held; dead: the others, which nobody swept yet.
     """
 
     def __init__(self, address: str, live: int, ctl_fd: int, ctl: Ctl) -> None:
@@ -100,11 +100,18 @@ class Look:
         self.head = ctl.head()
         self.processes = table.processes(ctl.processes())
         self.alive = frozenset(index for index in self.processes if files.byte_taken(live, index))
+        self.dead = [index for index in self.processes if index not in self.alive]
 
     @property
     def names(self) -> table.Names:
         """For rows and groups, with the ages of now."""
         return table.names(self.processes)
+
+    @property
+    def gone(self) -> set[str]:
+        """Names of the dead."""
+        names = self.names
+        return {names.process(index) for index in self.dead}
 
     def counts(self, *by: str) -> tuple[dict[str, int], dict[str, dict[str, dict[str, int]]]]:
         """(counters of Arena.stats(), {by: {name: {"blocks", "bytes"}}}); each table's bytes sum to used_bytes."""
@@ -130,6 +137,12 @@ class Look:
         living = sorted((self.processes[index] for index in self.alive), key=lambda process: process.since_ns)
         return next((found for one in living if (found := where.directory_of(one.pid))), None)
 
+    def unswept(self) -> dict[str, int]:
+        """What dead processes hold that nobody swept yet, and that is no orphan so far: unswept, unswept_bytes."""
+        held = self.ctl.count("holder")[1]["holder"] if self.dead else {}
+        found = [held[index] for index in self.dead if index in held]
+        return {"unswept": sum(blocks for blocks, _ in found), "unswept_bytes": sum(nbytes for _, nbytes in found)}
+
     def waiting(self) -> list[waiters.Waiter]:
         """Who waits for space, the first of them first."""
         return waiters.waiting(self.ctl, {index: self.processes[index] for index in self.alive}, self.names)
@@ -141,19 +154,30 @@ class Look:
     def rows(self, wanted: Filter, order: str | None = None, limit: int | None = None) -> Iterator[dict[str, Any]]:
         """Blocks as Arena.ls() has them, one at a time: largest, oldest or by tag first, else in slot order.
 
-        A block that is freed before its turn comes is left out.
+        A block that is freed before its turn comes is left out. Of state "orphan" is also what is not swept yet.
         """
-        keys, slots = self.ctl.select(order, **wanted.arguments(self.processes))
+        arguments = wanted.arguments(self.processes)
+        if wanted.state != "orphan" or not self.dead:
+            keys, slots = self.ctl.select(order, **arguments)
+        else:
+            left = self._left_by_the_dead()
+            keys, slots = self.ctl.select(order, **{**arguments, "flags": 0})
+            here = [n for n, slot in enumerate(slots) if slot in left]
+            keys, slots = [keys[n] for n in here] if keys else [], [slots[n] for n in here]
         return self.ctl.rows(self.names, _ordered(keys, slots, limit, largest=order == "size"))
+
+    def _left_by_the_dead(self) -> set[int]:
+        """Slots of the orphans, and of what unswept() counts."""
+        _, slots = self.ctl.suspects(0, sum(1 << index for index in self.dead))
+        rows, gone = self.ctl.rows(self.names, slots), self.gone
+        return {row["slot"] for row in rows if row["owner"] is None or gone.intersection(table.keepers(row)[:1])}
 
     def suspects(self, newest: int | None, limit: int, retained: int = 0) -> Suspects:
         """What may leak: shipped over OLD_STEPS steps ago, an orphan, or with a dead owner or reader that nobody swept
         yet. newest: the step that trains now; retained: how many steps the run is known to keep after their use."""
-        dead = [index for index in self.processes if index not in self.alive]
         before = 0 if newest is None else newest - OLD_STEPS - retained
-        births, slots = self.ctl.suspects(before, sum(1 << index for index in dead))
-        names = self.names
-        gone = {names.process(index) for index in dead}
+        births, slots = self.ctl.suspects(before, sum(1 << index for index in self.dead))
+        names, gone = self.names, self.gone
         ranks = 1 + max(
             (int(p.name[len(RANK) :]) for p in self.processes.values() if RANK_NAME.fullmatch(p.name)), default=-1
         )
@@ -406,7 +430,7 @@ def is_directory(given: str) -> bool:
 
 def list_arenas(given: str | None = None) -> list[dict[str, Any]]:
     """Each of `where(given)`: address, state (alive, dead, unfinished, corrupt, foreign), run_id, age_s, directory (of
-    the run, if somebody is attached), processes, counters.
+    the run, if somebody is attached), processes, counters, unswept, unswept_bytes.
 
     "error" instead of what could not be read.
     """
@@ -423,6 +447,7 @@ def list_arenas(given: str | None = None) -> list[dict[str, Any]]:
                         "directory": seen.directory,
                         "processes": len(seen.alive),
                         **seen.counts()[0],
+                        **seen.unswept(),
                     }
                 )
         except ForeignArena as error:  # another version's or uid's, or removed meanwhile

@@ -20,7 +20,7 @@ def top(rows: list[Row], width: int | None = None, height: int | None = None) ->
     """One line per arena if there are several, the worst first; then of each totals, suspects, the groups with the most
     bytes, the largest and the oldest blocks. width, height: of a terminal."""
     if not rows:
-        return "no live arenas"
+        return printed.NONE
     rows = sorted(rows, key=_trouble)
     addresses = [row["address"] for row in rows]
     names = dict(zip(addresses, addresses, strict=True)) if width is None else printed.short(addresses)
@@ -46,7 +46,7 @@ def _summary(rows: list[Row], names: dict[str, str], height: int | None) -> list
 
 
 def _detail(row: Row, names: dict[str, str], width: int | None) -> str:
-    words = [_head(row, names), *_waiting(row), f"  memory: {_most(row)}"]
+    words = [_head(row, names), *_waiting(row), *_stopped(row), f"  memory: {_most(row)}"]
     if row["state"] != "dead":
         words.append(f"  leaks: {_verdict(row)}")
     if kept := row["kept"]["blocks"]:
@@ -80,6 +80,11 @@ def _waiting(row: Row) -> list[str]:
     ]
     more = f" and {row['waiting'] - len(named)} more" if row["waiting"] > len(named) else ""
     return [f"  waiting for space: {'; '.join(named)}{more}"]
+
+
+def _stopped(row: Row) -> list[str]:
+    """Who goes on with nothing until SIGCONT."""
+    return [f"  STOPPED: {', '.join(map(table.plain, row['stopped']))}"] if row["stopped"] else []
 
 
 def _most(row: Row) -> str:

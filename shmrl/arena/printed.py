@@ -16,6 +16,7 @@ from shmrl.arena import table
 from shmrl.arena.memory import human
 
 Row = dict[str, Any]
+NONE = "no live arenas (shmrl arena ls shows the dead too)"
 SHORTEST = 10  # characters that a cell keeps
 _ID = re.compile(r"[0-9a-f]{32}$")
 READERS = 2  # of a block that are named
@@ -75,6 +76,11 @@ def shares(group: Row, shared: bool) -> tuple[str, ...]:
 def state(row: Row) -> str:
     """Of a block, with its flags."""
     return " ".join([row["state"], *row["flags"]])
+
+
+def unswept(row: Row) -> str:
+    """What the dead have in an arena. Example: "40 blocks of the dead (42.5 MiB), not swept yet" """
+    return f"{row['unswept']} blocks of the dead ({human(row['unswept_bytes'])}), not swept yet"
 
 
 def age(seconds: float) -> str:

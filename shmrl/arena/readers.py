@@ -80,7 +80,7 @@ def _who_was_done(ctl: Ctl, processes: dict[int, table.Process]) -> dict[int, in
 
 
 def told(missing: dict[str, Any], alive: Container[str] | None = None) -> str:
-    """Of Look.missing(). Example: "reader 1 = trainer:1 (812)"; "1 of reader 0 = trainer:0 (811), reader 1" for either.
+    """Of Look.missing(). Example: "reader 1 = trainer:1 (812)"; "1 of these: reader 0 = trainer:0 (811), reader 1".
 
     alive: names of the living, if the dead are to be told.
     """
@@ -91,7 +91,7 @@ def told(missing: dict[str, Any], alive: Container[str] | None = None) -> str:
         name(index, process) + (", DEAD" if process and alive is not None and process not in alive else "")
         for index, process in those
     )
-    return named if missing["count"] == len(those) else f"{missing['count']} of {named}"
+    return named if missing["count"] == len(those) else f"{missing['count']} of these: {named}"
 
 
 def name(index: int, process: str | None) -> str:

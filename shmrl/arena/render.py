@@ -15,6 +15,7 @@ from shmrl.arena.memory import human
 
 Row = dict[str, Any]
 ROWS = 20  # of one table of stats
+SWEEP = "whoever attaches or waits for space sweeps, and what was sealed is an orphan then"
 _BLOCK = "{:>10}  {:<24} {:>6} {:>9}  {:<28} {:<28} {:<44} {}"
 
 
@@ -45,9 +46,9 @@ def _arenas(rows: list[Row], addresses: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def _may_go(rows: list[Row]) -> list[str]:
-    """What of these arenas may be deleted, and what keeps blocks that nobody owns."""
+    """What of these arenas may be deleted, and what keeps blocks that nobody alive owns."""
     dead = [row for row in rows if row["state"] == "dead"]
-    orphaned = [row for row in rows if row["state"] == "alive" and row.get("orphaned")]
+    living = [row for row in rows if row["state"] == "alive"]
     notes = []
     if dead:
         held = human(sum(row.get("committed_bytes", 0) for row in dead))
@@ -55,9 +56,11 @@ def _may_go(rows: list[Row]) -> list[str]:
     notes += [
         f"{row['address']} lives and keeps {row['orphaned']} orphans ({human(row['orphaned_bytes'])}), blocks of the "
         "dead: its processes may still adopt them, and orphan_ttl_s frees them"
-        for row in orphaned
+        for row in living
+        if row["orphaned"]
     ]
-    if not notes and all(row["state"] == "alive" for row in rows):
+    notes += [f"{row['address']} lives and keeps {printed.unswept(row)}: {SWEEP}" for row in living if row["unswept"]]
+    if not notes and len(living) == len(rows):
         notes.append("all of them live: each goes with its run; nothing is to be deleted")
     return ["", *notes] if notes else []
 
@@ -66,7 +69,7 @@ def blocks(rows: Iterable[Row], limit: int | None) -> Iterator[str]:
     """A heading and a line per block, as they come; a note if there are more than `limit`."""
     rows = iter(rows)
     first = list(islice(rows, 1))  # an error comes before the heading
-    yield _BLOCK.format("BYTES", "STATE", "STEP", "AGE", "OWNER", "HELD BY", "TAG", "HANDLE")
+    yield _BLOCK.format("BYTES", "STATE", "STEP", "AGE", "OWNER", "READ BY", "TAG", "HANDLE")
     for n, row in enumerate(chain(first, rows)):
         if n == limit:
             yield f"... and more: --limit {2 * n}, or --source, --step, --holder, --state"
@@ -82,7 +85,7 @@ def _block(row: Row) -> str:
         printed.state(row),
         step,
         printed.age(row["age_s"]),
-        table.plain(row["owner"] or "orphan"),
+        table.plain(row["owner"] or "orphan") + (", DEAD" if row.get("owner_dead") else ""),
         printed.among(row["held_by"]) or "-",
         table.plain(row["tag"] or "-"),
         row["handle"],
@@ -91,7 +94,7 @@ def _block(row: Row) -> str:
 
 def stats(rows: list[Row]) -> str:
     """Counters, who is attached, then one table per grouping, largest first."""
-    return "\n\n".join(_stats(row) for row in rows) if rows else "no live arenas"
+    return "\n\n".join(_stats(row) for row in rows) if rows else printed.NONE
 
 
 def _stats(row: Row) -> str:
@@ -104,6 +107,7 @@ def _stats(row: Row) -> str:
         f"({human(row['orphaned_bytes'])}), {row['spilled']} spilled ({human(row['spilled_bytes'])}), "
         f"{row['waits']} waits",
     ]
+    lines += [f"  {printed.unswept(row)}"] if row["unswept"] else []
     lines += [f"  {_life(p):<7} {p['pid']:>8}  {table.plain(p['name'])}" for p in row["attached"]]
     for by in table.BY:
         groups = sorted(row.get(f"by_{by}", {}).items(), key=lambda item: -item[1]["bytes"])
@@ -142,10 +146,10 @@ def holders(row: Row) -> str:
 
 
 def _shipped(row: Row) -> str:
-    """Example: "2 readers, step 7, done: 0, missing: reader 1 = trainer:1 (812)" """
+    """Example: "2 readers, step 7, done: reader 0, missing: reader 1 = trainer:1 (812)" """
     if not row["readers"]:
         return "nobody"
-    done = ", ".join(map(str, row["done"])) or "none"
+    done = ", ".join(f"reader {index}" for index in row["done"]) or "none"
     missing = f", missing: {readers.told(row['missing'], row['alive'])}" if row["missing"]["count"] else ""
     return f"{row['readers']} readers, step {row['step']}, done: {done}{missing}"
 
@@ -202,6 +206,12 @@ def gc(result: Row) -> str:
         f"left {row['address']}, which lives, with {row['orphaned']} orphans ({human(row['orphaned_bytes'])}): "
         "a process attached to it frees them by discard(tag), or by adopt() and free(); orphan_ttl_s does so by itself"
         for row in result["left"]
+        if row["orphaned"]
+    ]
+    lines += [
+        f"left {row['address']}, which lives, with {printed.unswept(row)}: {SWEEP}"
+        for row in result["left"]
+        if row["unswept"]
     ]
     return "\n".join(lines)
 

@@ -38,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from setproctitle import setproctitle
 
-from shmrl.arena import Arena, commands, files, render
+from shmrl.arena import Arena, commands, files, overview, render
 from shmrl.errors import AlreadyFreed, ArenaFull, PeerDied
 from tests.arena import layout
 from tests.arena.test_core import ROOT
@@ -205,7 +205,10 @@ def test_sh_12_a_wait_names_the_role_that_is_stopped_and_then_less_often(arena, 
         assert re.search(rf"{re.escape(here)}STOPPED, attached \d+ s ago: 40\.1 MiB in 1 blocks", message)
         assert re.search(rf" \({os.getpid()}\), alive, attached \d+ s ago: 256 B in 1 blocks", message)
     assert re.search(rf"\n  STOPPED +{other.process.pid}  trainer:3\n", render.stats(commands.stats(arena.address)))
+    assert f"\n  STOPPED: trainer:3 ({other.process.pid})\n" in overview.top(commands.top(arena.address))
     other.signal(signal.SIGCONT)
+    wait_until(lambda: not arena._is_stopped(other.process.pid))
+    assert "STOPPED" not in overview.top(commands.top(arena.address))
     other.say()
     assert other.wait() == 0
     arena.free(mine)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shmrl.arena import Arena, commands, inspect, overview, render
+from shmrl.arena import Arena, commands, doctor, inspect, overview, render
 from shmrl.errors import ArenaFull, ForeignArena, StaleHandle
 
 LOCK, USED = 192, 256  # offsets of srl_header.lock and used_bytes
@@ -207,10 +208,46 @@ def test_gc_takes_the_dead_and_tells_what_the_living_keep_of_theirs(arena, helpe
     assert f"removed {address}\n" in done.stdout
     assert f"left {arena.address}, which lives, with 1 orphans (128.0 KiB): a process attached to it" in done.stdout
     (left,) = [one for one in commands.gc()["left"] if one["address"] == arena.address]
-    assert left == {"address": arena.address, "orphaned": 1, "orphaned_bytes": 2 << 16}
+    assert left == {
+        "address": arena.address,
+        "orphaned": 1,
+        "orphaned_bytes": 2 << 16,
+        "unswept": 0,
+        "unswept_bytes": 0,
+    }
     assert "1 orphaned (128.0 KiB)" in render.stats(commands.stats(arena.address))
     arena.discard("run")
     assert [one for one in commands.gc()["left"] if one["address"] == arena.address] == []
+
+
+def test_what_the_dead_have_is_told_before_anyone_sweeps(arena, helper):
+    mine = arena.put(b"mine", tag="run/mine")
+    gone = helper(sealing, arena.address)
+    gone.line()
+    told = "1 blocks of the dead (128.0 KiB), not swept yet"
+    assert told not in shmrl("stats", arena.address).stdout
+    gone.kill()
+    before = ctl_path(arena.address).read_bytes()
+    assert f"\n{arena.address} lives and keeps {told}: whoever attaches" in shmrl("ls").stdout
+    assert "nothing is to be deleted" not in shmrl("ls").stdout
+    assert f"\n  {told}\n" in shmrl("stats", arena.address).stdout
+    assert f"left {arena.address}, which lives, with {told}: " in shmrl("gc").stdout
+    found = next(one for one in doctor.doctor() if one["name"] == "arenas")
+    assert re.search(r" and [1-9]\d* blocks of the dead \(.*\), not swept yet, ", found["detail"])  # of all arenas
+    for order in ((), ("--sort", "size"), ("--sort", "age"), ("--sort", "tag")):
+        heading, *rows = shmrl("ls", arena.address, "--state", "orphan", *order).stdout.splitlines()
+        assert len(rows) == 1, rows
+        assert f"({gone.process.pid}), DEAD" in rows[0]
+    assert heading.split() == ["BYTES", "STATE", "STEP", "AGE", "OWNER", "READ", "BY", "TAG", "HANDLE"]
+    orphans = inspect.Filter(state="orphan", holder=str(os.getpid()))
+    assert list(commands.blocks(arena.address, orphans)) == []
+    assert ctl_path(arena.address).read_bytes() == before
+    arena.sweep()
+    (row,) = commands.blocks(arena.address, inspect.Filter(state="orphan"))
+    assert (row["tag"], row["owner"], row["owner_dead"]) == ("run/src", None, False)
+    assert commands.stats(arena.address)[0]["unswept"] == 0
+    arena.discard("run/src")
+    arena.free(mine)
 
 
 def sealing(address):
@@ -423,7 +460,7 @@ def test_a_ctl_cut_short_is_refused(tmp_path):
 
 
 def test_ls_says_what_may_be_deleted_and_top_what_may_leak(arena, helper):
-    assert "nothing is to be deleted" in render.ls([{**one, "state": "alive"} for one in commands.ls()])
+    assert "nothing is to be deleted" in render.ls(commands.ls(arena.address))
     dead = {**commands.ls()[0], "state": "dead", "committed_bytes": 3 << 20}
     assert render.ls([dead]).splitlines()[-1] == (
         "1 dead, holding 3.0 MiB: no process is attached, `shmrl arena gc` removes them"

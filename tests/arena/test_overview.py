@@ -176,6 +176,14 @@ def test_a_dead_arena_begins_with_that_and_has_no_suspects(helper):
     inspect.gc()
 
 
+def test_where_no_arena_lives_it_says_what_shows_the_dead(tmp_path):
+    with Arena.create("1MiB", backing="file", base=str(tmp_path)):
+        pass
+    assert [row["state"] for row in commands.ls(str(tmp_path))] == ["dead"]
+    for text in (overview.top(commands.top(str(tmp_path))), render.stats(commands.stats(str(tmp_path)))):
+        assert text == "no live arenas (shmrl arena ls shows the dead too)"
+
+
 def test_groups_without_a_name_say_what_is_in_them(arena):
     handle = arena.put(bytes(5000), tag="run")
     text = overview.top(commands.top(arena.address))

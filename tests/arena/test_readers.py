@@ -47,14 +47,14 @@ def test_a_missing_reader_is_known_by_the_end_of_its_title(arena, attached):
     name = f"slow-rank1 ({slow.process.pid})"
     missing, told = shipped_to(handle)
     assert missing == {"count": 1, "readers": [{"reader": 1, "process": name}]}
-    assert told == f"2 readers, step 7, done: 0, missing: reader 1 = {name}"
+    assert told == f"2 readers, step 7, done: reader 0, missing: reader 1 = {name}"
     new = arena.put(b"x", tag="run/new")
     arena.ship(new, readers=1, step=20)
     assert f"shipped 13 steps ago; waits for reader 1 = {name}\n" in overview.top(commands.top(arena.address))
     slow.kill()
     assert shipped_to(handle)[1].endswith(f"missing: reader 1 = {name}, DEAD")
     arena.sweep()
-    assert shipped_to(handle)[1].endswith("done: 0, missing: reader 1")
+    assert shipped_to(handle)[1].endswith("done: reader 0, missing: reader 1")
     arena.free([handle, new])
 
 
@@ -65,7 +65,7 @@ def test_a_missing_reader_is_known_by_a_block_that_it_was_done_with(arena, attac
     assert shipped_to(second)[1] == (
         f"2 readers, step 7, done: none, missing: reader 0, reader 1 = consumer ({other.process.pid})"
     )
-    assert shipped_to(first)[1] == "2 readers, step 7, done: 1, missing: reader 0"
+    assert shipped_to(first)[1] == "2 readers, step 7, done: reader 1, missing: reader 0"
     other.kill()
     arena.free([first, second])
 
@@ -89,12 +89,13 @@ def test_a_run_ships_to_ranks_and_behind_them_to_its_orchestrator(arena, attache
     owner = next(row["owner"] for row in arena.ls())
     rank0, rank1 = (f"trainer:{n} ({rank.process.pid})" for n, rank in enumerate(ranks))
     assert owner.endswith(f"({os.getpid()})")
-    assert shipped_to(both)[1] == f"3 readers, step 7, done: 0, missing: reader 1 = {rank1}, reader 2 = {owner}"
+    assert shipped_to(both)[1] == f"3 readers, step 7, done: reader 0, missing: reader 1 = {rank1}, reader 2 = {owner}"
     assert shipped_to(one)[1] == (
-        f"2 readers, step 7, done: none, missing: 2 of reader 0 = {rank0}, reader 1 = {rank1}, reader 2 = {owner}"
+        f"2 readers, step 7, done: none, missing: 2 of these: reader 0 = {rank0}, reader 1 = {rank1}, "
+        f"reader 2 = {owner}"
     )
     arena.done(one, reader=7)
-    assert shipped_to(one)[1] == "2 readers, step 7, done: 7, missing: 1, it is not known which"
+    assert shipped_to(one)[1] == "2 readers, step 7, done: reader 7, missing: 1, it is not known which"
     arena.free([both, one])
 
 
