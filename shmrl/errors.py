@@ -28,6 +28,10 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+COMPLAINT = "shmrl: error: "
+"""What a command's last words begin with."""
+
+
 # ---------------------------------------------------------------------------------------------------- configuration
 
 
@@ -170,11 +174,7 @@ class ServerDied(EnvError):
 
 
 class TasksetError(EnvError):
-    """The environment or its task set raised while loading. Carries the remote traceback."""
-
-    @classmethod
-    def of(cls, traceback: str) -> TasksetError:
-        return cls(f"the environment or its task set raised:\n{traceback}")
+    """The environment or its task set raised while loading. Says what and where; the server's log has the traceback."""
 
 
 # -------------------------------------------------------------------------------------------------------------- run

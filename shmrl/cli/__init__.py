@@ -27,7 +27,7 @@ from tyro.conf import FlagCreatePairsOff, OmitSubcommandPrefixes, subcommand
 from shmrl import __version__
 from shmrl.cli import arena, evaluate, help, page, replay, roles, usage
 from shmrl.cli.common import Flags
-from shmrl.errors import ConfigError, Faults, ShmrlError, told
+from shmrl.errors import COMPLAINT, ConfigError, Faults, ShmrlError, told
 
 _EPILOGUE = (
     "Any key of the configuration is a flag: --trainer.optimizer.lr 3e-4, --run.output-dir DIR; "
@@ -106,7 +106,7 @@ def _complain(problems: Sequence[str], code: int) -> int:
     if logging.getLogger().isEnabledFor(logging.DEBUG):
         traceback.print_exc()
     for problem in problems:
-        print(f"shmrl: error: {problem}", file=sys.stderr)
+        print(f"{COMPLAINT}{problem}", file=sys.stderr)
     return code
 
 

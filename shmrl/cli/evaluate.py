@@ -40,6 +40,7 @@ class Eval:
 
     def __call__(self, flags: Flags) -> int:
         from shmrl.config import Log, load_eval
+        from shmrl.config.addresses import redacted
         from shmrl.launcher.evaluate import Plan, evaluate
 
         given = [*self.environments, *(f"openenv:{url}" for url in self.url)]
@@ -47,6 +48,8 @@ class Eval:
             raise ConfigError("give at least one env id, TOML file or --url")
         if min(self.tasks, self.rollouts, self.concurrency) < 1:
             raise ConfigError(f"-n {self.tasks} -r {self.rollouts} -c {self.concurrency}: each is at least 1")
+        if self.url and "env.max-turns" not in {key.replace("_", "-") for key in flags}:
+            raise ConfigError(f"--url: {redacted(self.url[0])} is someone else's environment; give --env.max-turns N")
         sources = [source for what in given for source in load_eval(what, flags)]
         begin("eval", Log())
         plan = Plan(

@@ -163,7 +163,8 @@ class ServeConfig(Table):
     """`serve`: how one environment is hosted."""
 
     address: Address | None = None
-    """Of a server that someone else runs; without it the source's own, at orchestrator.env_server_base_port + i."""
+    """Of a server that someone else runs; without it the source's own, at orchestrator.env_server_base_port + i. In an
+    env server's own file: where it listens."""
     http: HostPort | None = None
     """"host:port" for sessions, with protocols = ["openenv"]; without protocols for the blocks of a server that has an
     arena of its own."""

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from shmrl.config import EnvServerConfig, dump_toml
 from shmrl.env.running import DEATH_PIPE
-from shmrl.errors import ProcessFailed
+from shmrl.errors import COMPLAINT, ProcessFailed
 from shmrl.monitor.progress import CLEAR_LINE, redraws
 
 GRACE_S = 8.0
@@ -39,6 +39,7 @@ class Child:
     ) -> None:
         self.name, self._pattern = name, pattern
         self._tail: deque[str] = deque(maxlen=20)
+        self._last_words: list[str] = []
         self._found: re.Match[str] | None = None
         self._known = threading.Event()
         self.process = subprocess.Popen(
@@ -62,10 +63,17 @@ class Child:
             raise ProcessFailed(self.name, self.process.returncode, tail="".join(self._tail))
         return self._found
 
-    def stop(self) -> None:
-        """SIGTERM, after GRACE_S SIGKILL; returns when it is gone and all it said is passed on."""
+    def stop(self, known: str = "") -> None:
+        """SIGTERM, after GRACE_S SIGKILL; returns when it is gone and all it said is passed on.
+
+        known: an error's message; a child that ends with the same one is not heard a second time.
+        """
         self._end()
         self._relaying.join()
+        words = "".join(self._last_words)
+        if words.replace(COMPLAINT, "").strip() != known.strip():
+            _pass_on(words)
+        self._last_words.clear()
         assert self.process.stderr is not None
         self.process.stderr.close()
 
@@ -73,8 +81,10 @@ class Child:
         """Whatever becomes of our own stderr, the child's is read: a full pipe would stop it."""
         while line := stderr.readline(LINE):
             self._tail.append(line)
-            with suppress(OSError, ValueError):
-                sys.stderr.write(CLEAR_LINE + line if redraws(sys.stderr) else line)
+            if self._last_words or line.startswith(COMPLAINT):  # it ends: `stop` passes them on
+                self._last_words.append(line)
+            else:
+                _pass_on(line)
             if self._found is None and (found := self._pattern.search(line)):
                 self._found = found
                 self._known.set()
@@ -87,6 +97,11 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def _pass_on(text: str) -> None:
+    with suppress(OSError, ValueError):
+        sys.stderr.write(CLEAR_LINE + text if redraws(sys.stderr) else text)
 
 
 class EnvServerChild(Child):
@@ -106,8 +121,8 @@ class EnvServerChild(Child):
         finally:
             os.close(read_end)
 
-    def stop(self) -> None:
-        super().stop()
+    def stop(self, known: str = "") -> None:
+        super().stop(known)
         if self._death >= 0:
             os.close(self._death)
             self._death = -1

@@ -63,7 +63,7 @@ class EnvClient:
     async def connect(self, timeout_s: float = 600.0) -> dict[str, Any]:
         """Wait until the server answers and one of its workers has loaded the environment; its health.
 
-        Raises TasksetError or WorkerDied with the server's traceback, ConfigError where it says that the configuration
+        Raises TasksetError or WorkerDied as the server says it, ConfigError where it says that the configuration
         cannot work, ProtocolError for a wrong token, ServerDied when it exits while awaited or is not ready in time.
         """
         await self.close()

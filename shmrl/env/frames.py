@@ -11,9 +11,11 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from shmrl.errors import ShmrlError
+from shmrl.errors import ShmrlError, told
 from shmrl.types import ErrorInfo
 
+MESSAGE = 16384
+"""Characters of why an environment cannot load that travel."""
 _SHMRL = str(Path(__file__).parents[1]) + os.sep
 _BUNDLED = _SHMRL + "envs" + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -23,6 +25,12 @@ def failure(error: BaseException) -> ErrorInfo:
     """The record of what an environment raised. What shmrl raised says all by itself."""
     info = ErrorInfo.of(error)
     return info if isinstance(error, ShmrlError) else replace(info, where=where(error))
+
+
+def unloadable(env_id: str, error: BaseException) -> str:
+    """Example: "my_env:Mine: RuntimeError: no data (my_env.py:23, in __init__)" """
+    text = told(error) if isinstance(error, ShmrlError) else str(failure(error))
+    return f"{env_id}: {text}"[:MESSAGE].encode("utf-8", "replace").decode()
 
 
 def where(error: BaseException) -> str:

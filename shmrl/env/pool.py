@@ -348,7 +348,7 @@ class Pool:
             self.ready.clear()
         self._arena.sweep()  # its unfinished blocks are freed; the finished ones wait to be adopted, or discarded below
         ended = f"{worker.name} {_ended(code)}"
-        error = WorkerDied(f"{ended}; its last lines:\n{worker.log_tail}")
+        error = WorkerDied(f"{ended}; its last lines:\n{worker.log_tail}" if worker.log_tail else ended)
         for request in list(worker.requests.values()):
             self._settle(request, error_reply(error), failed=True)
         self._dispatch()
@@ -434,7 +434,7 @@ class Pool:
 
 def _fatal(told: Mapping[str, Any]) -> TasksetError | ConfigError:
     """What a worker says it cannot serve for."""
-    return ConfigError(told["problems"]) if "problems" in told else TasksetError.of(told["traceback"])
+    return ConfigError(told["problems"]) if "problems" in told else TasksetError(told["raised"])
 
 
 def _cancelled() -> ErrorInfo:

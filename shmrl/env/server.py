@@ -163,7 +163,7 @@ class EnvServer:
         except zmq.ZMQError as error:
             socket.close(linger=0)
             context.term()
-            raise cannot_bind(f"env server {self.config.name}", self.address, error) from None
+            raise cannot_bind(f"env server {self.config.name}", self.address, error, "serve.address") from None
         self.address = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
         return socket
 

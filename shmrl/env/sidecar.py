@@ -17,6 +17,7 @@ from shmrl.config import EnvServerConfig
 from shmrl.config.sources import EnvSpec
 from shmrl.env.child import Child, EnvServerChild
 from shmrl.env.client import EnvClient
+from shmrl.errors import ShmrlError, told
 
 _SERVING = re.compile(r"Serving (\S+) \(up to")
 
@@ -50,8 +51,13 @@ async def serve_sidecar(
 
 @asynccontextmanager
 async def announced(child: Child) -> AsyncIterator[re.Match[str]]:
-    """Where the child says that it serves; it ends with the block. Raises ProcessFailed if it never does."""
+    """Where the child says that it serves; it ends with the block, and does not repeat an error that leaves the block.
+    Raises ProcessFailed if it never serves."""
+    known = ""
     try:
         yield await asyncio.to_thread(child.serving)
+    except ShmrlError as error:
+        known = told(error)
+        raise
     finally:
-        await asyncio.to_thread(child.stop)
+        await asyncio.to_thread(child.stop, known)

@@ -12,7 +12,7 @@ import zmq
 from shmrl.config import EnvServerConfig
 from shmrl.config.tables import Log
 from shmrl.errors import ConfigError, RunError, ShmrlError
-from shmrl.node.ports import port_in_use
+from shmrl.node.ports import free_after, port_in_use
 
 
 def environment_settings(config: EnvServerConfig) -> dict[str, Any]:
@@ -45,9 +45,17 @@ def needs_token(what: str, token: str | None, remedy: str) -> str:
     return token
 
 
-def cannot_bind(what: str, address: str, error: OSError | zmq.ZMQError) -> ShmrlError:
-    """PortInUse with its holder, else RunError. Example: cannot_bind("env server words", "127.0.0.1:5000", error)"""
-    port = address.rpartition(":")[2]
-    if error.errno == errno.EADDRINUSE and port.isdigit():
+def cannot_bind(what: str, address: str, error: OSError | zmq.ZMQError, key: str | None = None) -> ShmrlError:
+    """PortInUse with its holder, else RunError. key: which says the address; a value that would do now is named.
+
+    Example: cannot_bind("env server words", "tcp://127.0.0.1:5000", error, "serve.address")
+    """
+    place, _, port = address.rpartition(":")
+    if error.errno != errno.EADDRINUSE or not port.isdigit():
+        return RunError(f"{what}: cannot bind {address}: {error.strerror}")
+    if key is None:
         return port_in_use(int(port), what)
-    return RunError(f"{what}: cannot bind {address}: {error.strerror}")
+    host = place.rpartition("/")[2].strip("[]")
+    free = free_after("" if host == "*" else host, int(port))
+    remedy = f"free now: --{key} {place}:{free}" if free else "choose another port"
+    return port_in_use(int(port), f"{key} = {address!r}", remedy)

@@ -14,7 +14,6 @@ import math
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,7 @@ from shmrl.config.addresses import redacted
 from shmrl.env import sandbox
 from shmrl.env.chat import chat_format
 from shmrl.env.death import die_with, exit_as_a_fork, inherit, keep_from_forks, tidy_after_the_dead
-from shmrl.env.frames import failure
+from shmrl.env.frames import failure, unloadable
 from shmrl.env.interface import Environment, Episode
 from shmrl.env.keep import Keeper
 from shmrl.env.link import Link
@@ -116,7 +115,7 @@ class Worker:
         try:
             self.link.send(number, "reply", await getattr(self, f"_{kind}")(number, await unpack_in_turns(payload)))
         except TasksetFailed as error:
-            self.link.send(0, "fatal", _fatal(error.__cause__ or error))
+            self.link.send(0, "fatal", _fatal(self.settings["env_id"], error))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -352,12 +351,14 @@ def _number(what: str, value: Any) -> float:
 # ---------------------------------------------------------------------------------------------------------- process
 
 
-def _fatal(error: BaseException) -> bytes:
-    """Why this worker cannot serve, for every client that waits. A configuration error needs no traceback."""
-    if isinstance(error, ConfigError):
-        return pack({"problems": error.problems})
-    text = "".join(traceback.format_exception(error))
-    return pack({"traceback": text.encode("utf-8", "replace").decode()[-16384:]})
+def _fatal(env_id: str, error: BaseException) -> bytes:
+    """Why this worker cannot serve, for every client that waits; the log has the traceback. A configuration error needs
+    none."""
+    cause = error.__cause__ if isinstance(error, TasksetFailed) and error.__cause__ else error
+    if isinstance(cause, ConfigError):
+        return pack({"problems": cause.problems})
+    log.error("%s cannot be loaded", redacted(env_id), exc_info=cause)
+    return pack({"raised": unloadable(redacted(env_id), cause)})
 
 
 async def _load(settings: Mapping[str, Any]) -> TaskSet:
@@ -368,7 +369,7 @@ async def _load(settings: Mapping[str, Any]) -> TaskSet:
     await environment.setup()
     tasks = TaskSet(environment)
     if not await tasks.read(settings["split"], 0, 1):
-        raise EnvError(f"{redacted(settings['env_id'])}: the task set of split {settings['split']!r} is empty")
+        raise EnvError(f"the task set of split {settings['split']!r} is empty")
     return tasks
 
 
@@ -383,10 +384,7 @@ async def _main(end: socket.socket) -> int:
     try:
         tasks = await _load(settings)
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, TasksetFailed) and error.__cause__ else error
-        if not isinstance(cause, ConfigError):
-            log.error("%s cannot be loaded", redacted(settings["env_id"]), exc_info=cause)
-        link.send(0, "fatal", _fatal(cause))
+        link.send(0, "fatal", _fatal(settings["env_id"], error))
         await link.flush()
         await link.close()
         return 1

@@ -76,6 +76,11 @@ def evaluate(plan: Plan) -> int:
         raise ConfigError(faults)
     with RolloutFile(plan.out) as file:
         file.expect(model=plan.model, base_seed=plan.seed)
+        for source in plan.sources:
+            file.check(source, [])
+        if not _is_url(plan.model):
+            require_torch()
+            file.expect(served={"weights": _fingerprint(_directory(plan))})
         if file.rows:
             log.info("%s has %d rollouts: going on with it", plan.out, len(file.rows))
         try:
@@ -98,15 +103,22 @@ async def _run(plan: Plan, file: RolloutFile) -> None:
     async with AsyncExitStack() as stack:
         stack.enter_context(_interruptible(plan, meter))
         await stack.enter_async_context(meter.shown())
-        meter.awaits(f"the engine ({plan.model})")
-        engine, model, served = await stack.enter_async_context(_engine(plan))
-        file.expect(served=served)
+        engine: subprocess.Popen[str] | None = None
+        model: dict[str, Any] = {}
+        if _is_url(plan.model):
+            meter.awaits(f"the engine ({plan.model})")
+            model, served = await _spec(plan.model.rstrip("/"), plan.tokenizer)
+            file.expect(served=served)
         meter.awaits(f"the environments ({', '.join(source.name for source in plan.sources)})")
         clients = [await stack.enter_async_context(_hosted(source, plan.concurrency)) for source in plan.sources]
         hosted = [*zip(plan.sources, clients, strict=True)]
+        sources = [_Source(plan, source, client, file, meter) for source, client in hosted]
+        missing = [await source.missing() for source in sources]
+        if not _is_url(plan.model) and any(missing):
+            meter.awaits(f"the engine ({plan.model})")
+            engine, model = await stack.enter_async_context(_engine(plan))
         free = asyncio.Semaphore(plan.concurrency)
-        sources = [_Source(plan, source, client, model, file, meter) for source, client in hosted]
-        await _while_lives(engine, _together(source.run(free) for source in sources))
+        await _while_lives(engine, _together(source.run(model, free) for source in sources))
         for source, client in hosted:
             if blocks := (await client.health())["arena"]["blocks"]:
                 raise RunError(f"{source.name}: {blocks} blocks were left in the arena")
@@ -186,26 +198,26 @@ async def _while_lives(engine: subprocess.Popen[str] | None, work: Coroutine[Any
 # ------------------------------------------------------------------------------------------------------------- engine
 
 
+def _is_url(model: str) -> bool:
+    return re.match(r"https?://", model) is not None
+
+
 @asynccontextmanager
-async def _engine(
-    plan: Plan,
-) -> AsyncIterator[tuple[subprocess.Popen[str] | None, dict[str, Any], dict[str, Any]]]:
-    """The engine started here, if one is, the `model` map of requests without their sampling, and what tells these
-    weights from others; the engine answers."""
-    if re.match(r"https?://", plan.model):
-        yield None, *await _spec(plan.model.rstrip("/"), plan.tokenizer)
-        return
-    directory = Path(plan.model)
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"--model {plan.model}: neither an engine's URL nor a directory with a config.json")
-    require_torch()
-    served = {"weights": _fingerprint(directory)}
+async def _engine(plan: Plan) -> AsyncIterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """An engine for the model's directory, which answers, and the `model` map of requests without their sampling."""
     command = [sys.executable, "-m", "shmrl.inference.embedded.server", "--model", plan.model, "--port", "0"]
     command += ["--max-num-seqs", str(plan.concurrency), "--seed", str(plan.seed)]
     engine = Child("engine", command, _SERVING, {}, preexec_fn=_die_with_parent)
     async with announced(engine) as found:
-        model, _ = await _spec(f"http://127.0.0.1:{int(found[1])}", plan.tokenizer or directory)
-        yield engine.process, model, served
+        model, _ = await _spec(f"http://127.0.0.1:{int(found[1])}", plan.tokenizer or Path(plan.model))
+        yield engine.process, model
+
+
+def _directory(plan: Plan) -> Path:
+    directory = Path(plan.model)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"--model {plan.model}: neither an engine's URL nor a directory with a config.json")
+    return directory
 
 
 def _fingerprint(directory: Path) -> str:
@@ -247,30 +259,37 @@ class _Source:
         plan: Plan,
         config: EvalConfig,
         client: EnvClient,
-        model: Mapping[str, Any],
         file: RolloutFile,
         meter: Meter,
     ) -> None:
         self._plan, self._config, self._client, self._file, self._meter = plan, config, client, file, meter
-        self._model = {**model, "sampling": config.sampling.model_dump()}
+        self._tasks: list[Task] = []
+        self._keys: list[Key] = []
 
-    async def run(self, free: asyncio.Semaphore) -> None:
-        """All rollouts that the file does not have yet."""
-        tasks, plan = await self._tasks(), self._plan
+    async def missing(self) -> bool:
+        """Whether there are rollouts that the file does not have yet; it is of these tasks."""
+        tasks = self._tasks = await self._read()
         self._file.check(self._config, [task.id for task in tasks])
-        keys = [Key(self._config.name, number, k) for number in range(len(tasks)) for k in range(plan.rollouts)]
-        self._meter.expect(self._config.name, len(keys))
+        name, rollouts = self._config.name, range(self._plan.rollouts)
+        self._keys = [Key(name, number, k) for number in range(len(tasks)) for k in rollouts]
+        return not all(self._file.has(key) for key in self._keys)
+
+    async def run(self, model: Mapping[str, Any], free: asyncio.Semaphore) -> None:
+        """All rollouts that the file does not have yet, after `missing`."""
+        plan = self._plan
+        model = {**model, "sampling": self._config.sampling.model_dump()}
+        self._meter.expect(self._config.name, len(self._keys))
         for row in self._file.of(self._config.name, plan.tasks, plan.rollouts):
             if row["success"]:
                 self._meter.ended(self._config.name, row["reward"])
 
         async def one(key: Key) -> None:
             async with free:
-                await self._rollout(key, tasks[key.number])
+                await self._rollout(key, self._tasks[key.number], model)
 
-        await _together(one(key) for key in keys if not self._file.has(key))
+        await _together(one(key) for key in self._keys if not self._file.has(key))
 
-    async def _tasks(self) -> list[Task]:
+    async def _read(self) -> list[Task]:
         found: list[Task] = []
         while len(found) < self._plan.tasks:
             page = await self._client.tasks(self._config.split, len(found), min(PAGE, self._plan.tasks - len(found)))
@@ -281,7 +300,7 @@ class _Source:
             raise TasksetError(f"{self._config.name} has no {self._config.split} tasks")
         return found
 
-    async def _rollout(self, key: Key, task: Task) -> None:
+    async def _rollout(self, key: Key, task: Task, model: Mapping[str, Any]) -> None:
         name = "/".join(map(str, key))
         digest = hashlib.blake2s(f"{self._plan.seed}/{name}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little") >> 1
@@ -290,7 +309,7 @@ class _Source:
             try:
                 async with asyncio.timeout(limit_s or None) as deadline:
                     result = await self._client.run_rollout(
-                        task, model=self._model, group_id=str(key.number), seed=seed, keep="eval", tag=f"eval/{name}"
+                        task, model=model, group_id=str(key.number), seed=seed, keep="eval", tag=f"eval/{name}"
                     )
             except TimeoutError:
                 if not deadline.expired():

@@ -95,6 +95,8 @@ class Meter:
         self._over = True
         if not self._counts:
             return f"it was waiting for {self._awaited}; nothing was run"
+        if not self._sum("done"):
+            return f"none of {self._sum('total')} rollouts is done; {self._oldest()}"
         done = f"{self.progress()} rollouts are done and kept in {path}: the same command goes on with them"
         return f"{done}; {self._oldest()}"
 

@@ -124,8 +124,10 @@ async def test_a_port_in_use_is_named_with_its_holder(arena):
         taken.listen()
         port = taken.getsockname()[1]
         server = EnvServer("reverse-text", None, f"tcp://127.0.0.1:{port}")
-        with pytest.raises(PortInUse, match=rf"port {port} is in use by .*pid {os.getpid()}"):
+        with pytest.raises(PortInUse) as refused:
             await server.run()
+    said = rf"serve\.address = 'tcp://127\.0\.0\.1:{port}': port {port} is in use by .*pid {os.getpid()}\); free now: "
+    assert re.match(rf"{said}--serve\.address tcp://127\.0\.0\.1:\d+, or stop that process$", str(refused.value))
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -240,6 +240,22 @@ def test_other_weights_behind_the_same_url_and_another_seed_are_refused(plan, ca
     assert plan.out.read_bytes() == before
 
 
+def test_what_the_file_says_is_known_before_an_engine_starts(plan, place, monkeypatch, caplog):
+    monkeypatch.setattr("shmrl.launcher.evaluate._engine", None)
+    (place / "config.json").touch()
+    plan = replace(plan, model=str(place))
+    with RolloutFile(plan.out) as file:
+        file.expect(model=plan.model, base_seed=0, served={"weights": _fingerprint(place)})
+        for number, k in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            row = {"task": f"eval-{number}", "success": True, "reward": 1.0}
+            file.add(Key("graded-Graded", number, k), row, plan.sources[0])
+    assert evaluate(plan) == 0
+    assert f"nothing was run: {plan.out} had all of these 4 rollouts" in caplog.messages
+    monkeypatch.setattr("shmrl.launcher.evaluate._run", None)
+    with pytest.raises(ConfigError, match=r"with sampling = .*, not .*'temperature': 0\.5"):
+        evaluate(replace(plan, sources=load_eval("graded:Graded", {"sampling.temperature": "0.5"})))
+
+
 def test_a_directory_of_other_weights_has_another_fingerprint(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"one")
@@ -273,7 +289,10 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(plan, place)
         (["--model", "m"], "give at least one env id, TOML file or --url"),
         (["reverse-text", "--model", "m", "-n", "0"], "-n 0 -r 3 -c 16: each is at least 1"),
         (["reverse-text", "--model", "m", "--sampling.top-q", "1"], "did you mean top_p?"),
-        (["--url", "http://a:1", "--model", "m"], "max_turns is required for openenv:http://a:1"),
+        (
+            ["--url", "http://a:1", "--model", "m"],
+            "--url: http://a:1 is someone else's environment; give --env.max-turns N",
+        ),
         (["nowhere.toml", "--model", "m"], "nowhere.toml"),
         (
             ["code-exec", "--model", "m"],
@@ -316,6 +335,36 @@ def test_a_task_set_that_cannot_be_read_ends_it(plan, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the server's process
     with pytest.raises(TasksetError, match="rotten"):
         evaluate(replace(plan, sources=load_eval("tests.env.environments:RaisingLater")))
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said", "tracebacks"),
+    [
+        ("unloadable:Failing", 1, "unloadable:Failing: RuntimeError: no data (unloadable.py:6, in __init__)", 1),
+        ("tests.env.environments:Boxed", 2, "this environment executes what the model writes: set serve.sandbox", 0),
+    ],
+)
+def test_an_environment_that_cannot_load_is_told_once(
+    plan,
+    model_dir,  # noqa: F811
+    place,
+    monkeypatch,
+    name,
+    code,
+    said,
+    tracebacks,
+):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the server's process
+    (place / "unloadable.py").write_text(
+        "from shmrl.env import Environment\n\n\nclass Failing(Environment):\n    def __init__(self):\n"
+        "        raise RuntimeError('no data')\n\n    def tasks(self, split): ...\n"
+        "    async def rollout(self, task, model): ...\n"
+    )
+    done = cli("eval", name, "--model", plan.model, "--tokenizer", model_dir)
+    assert done.returncode == code
+    assert done.stderr.count("Traceback (most recent call last)") == tracebacks
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("shmrl: error: ")]
+    assert line.startswith(f"shmrl: error: {said}")
 
 
 def test_environments_come_by_id_from_a_servers_file_and_from_a_run(tmp_path):

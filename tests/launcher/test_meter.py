@@ -38,6 +38,8 @@ def test_an_interruption_before_the_first_rollout():
     meter = Meter(io.StringIO())
     meter.awaits("the engine (m)")
     assert meter.interrupted(Path("a.jsonl")) == "it was waiting for the engine (m); nothing was run"
+    meter.expect("math", 4)
+    assert meter.interrupted(Path("a.jsonl")) == "none of 4 rollouts is done; none runs"
 
 
 async def test_a_terminal_has_one_line_that_is_taken_away(monkeypatch):

@@ -267,7 +267,7 @@ async def test_masks_that_never_come_stop_the_run_at_the_first_sample(tmp_path, 
         assert site.arena.stats()["blocks"] == 0
 
 
-async def test_a_task_set_that_raises_fails_the_run_with_its_traceback(tmp_path, model_dir):
+async def test_a_task_set_that_raises_fails_the_run_with_its_place(tmp_path, model_dir):
     (tmp_path / "broken_env.py").write_text(
         "from shmrl.env import Environment\n"
         "class Env(Environment):\n"
@@ -278,5 +278,5 @@ async def test_a_task_set_that_raises_fails_the_run_with_its_traceback(tmp_path,
     async with FakeEngine() as engine, Site(tmp_path, model_dir, engine, text) as site:
         code, output = await site.orchestrate()
         assert code == 1
-        assert "shmrl: error: the environment or its task set raised:\nTraceback (most recent call last):\n" in output
-        assert "KeyError: 'no-such-split'" in output
+        assert "shmrl: error: broken_env:Env: KeyError: 'no-such-split' (" in output
+        assert "broken_env.py:4, in tasks)\n" in output

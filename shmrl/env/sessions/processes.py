@@ -89,12 +89,12 @@ class Template:
         self._launch(message)
 
     async def load(self) -> None:
-        """Wait until it has loaded the environment. ConfigError, TasksetError with the traceback, WorkerDied."""
+        """Wait until it has loaded the environment. ConfigError, TasksetError, WorkerDied."""
         self.facts, _ = await self._receive()
         if "error" in self.facts:
             if self.facts["error"] == ConfigError.__name__:
                 raise ConfigError(self.facts["message"])
-            raise TasksetError.of(self.facts["traceback"])
+            raise TasksetError(self.facts["message"])
 
     def _launch(self, settings: bytes) -> None:
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

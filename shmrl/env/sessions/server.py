@@ -74,7 +74,7 @@ class SessionServer:
         self._token = config.serve.token
 
     async def run(self) -> None:
-        """Serve. Raises PortInUse, ConfigError, TasksetError with the environment's traceback, WorkerDied."""
+        """Serve. Raises PortInUse, ConfigError, TasksetError, WorkerDied."""
         needs_sandbox(self.config)
         host, port = self._place()
         app = self._app()
@@ -136,7 +136,8 @@ class SessionServer:
         try:
             self.url = url_of(*await door.listen(runner, (host, port)))
         except OSError as error:
-            raise cannot_bind(f"sessions of {self.config.name}", f"{host}:{port}", error) from None
+            where = str(self.config.serve.http)
+            raise cannot_bind(f"sessions of {self.config.name}", where, error, "serve.http") from None
         self.bound.set()
 
     async def _keep_template(self) -> None:

@@ -7,7 +7,7 @@ lock that one of them holds would stay locked for ever): its sessions are starte
 FD is one end of a SOCK_SEQPACKET pair, messages are JSON:
 
     server -> template   settings, first; then "fork" with the session's end of its link as a descriptor
-    template -> server   {facts, threads} or {error, traceback}, first; per fork {pid} with a pidfd, or {error}
+    template -> server   {facts, threads} or {error, message}, first; per fork {pid} with a pidfd, or {error}
 
 This process reaps its sessions, and kills whatever an ended one leaves behind: its process group, and descendants that
 left the group. When the server is gone, it ends all of them.
@@ -34,6 +34,7 @@ import setproctitle
 
 from shmrl.env import sandbox
 from shmrl.env.death import CHILD_SUBREAPER, PDEATHSIG, prctl
+from shmrl.env.frames import unloadable
 from shmrl.env.interface import action_model
 from shmrl.env.sessions import frames, session
 from shmrl.env.starting import log_of
@@ -201,7 +202,8 @@ def main(argv: list[str]) -> int:
         facts = describe(environment, settings["name"])
     except Exception as error:
         log.error("%s cannot be loaded", settings["env_id"], exc_info=not isinstance(error, ConfigError))
-        problem = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()[-16384:]}
+        message = str(error) if isinstance(error, ConfigError) else unloadable(settings["env_id"], error)
+        problem = {"error": type(error).__name__, "message": message}
         end.send(json.dumps(problem).encode())
         return 1
     threads = _threads()
