@@ -126,8 +126,9 @@ async def test_a_port_in_use_is_named_with_its_holder(arena):
         server = EnvServer("reverse-text", None, f"tcp://127.0.0.1:{port}")
         with pytest.raises(PortInUse) as refused:
             await server.run()
-    said = rf"serve\.address = 'tcp://127\.0\.0\.1:{port}': port {port} is in use by .*pid {os.getpid()}\); free now: "
-    assert re.match(rf"{said}--serve\.address tcp://127\.0\.0\.1:\d+, or stop that process$", str(refused.value))
+    said = str(refused.value)
+    assert said.startswith(f"serve.address = 'tcp://127.0.0.1:{port}': port {port} ")
+    assert re.search(rf"is in use by .*pid {os.getpid()}\); free now: --serve\.address tcp://127\.0\.0\.1:\d+", said)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
