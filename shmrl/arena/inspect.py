@@ -19,15 +19,13 @@ from typing import Any, NamedTuple
 
 from shmrl.arena import files, shares, spill, table, waiters
 from shmrl.arena._ctl import Ctl, spill_dir_of
-from shmrl.arena.readers import Missing, Readers
+from shmrl.arena.readers import Missing, Readers, ranks_of
 from shmrl.errors import ArenaCorrupt, ConfigError, ForeignArena, StaleHandle
 from shmrl.types import Handle
 
 LOOKS = 3  # a fault of a live arena is one that as many looks in a row see
 TRIES = 10  # looks at a live arena until nobody had the allocator's lock meanwhile
 OLD_STEPS = 3  # a block that was shipped more steps ago than this should have been freed
-RANK = "trainer:"
-RANK_NAME = re.compile(r"trainer:\d+")
 EVENTS = (
     *("", "reserve", "seal", "adopt", "ship", "done", "retire", "free"),
     *("orphan", "sweep", "take over", "full", "spill", "discard", "expire"),
@@ -178,9 +176,7 @@ class Look:
         before = 0 if newest is None else newest - OLD_STEPS - retained
         births, slots = self.ctl.suspects(before, sum(1 << index for index in self.dead))
         names, gone = self.names, self.gone
-        ranks = 1 + max(
-            (int(p.name[len(RANK) :]) for p in self.processes.values() if RANK_NAME.fullmatch(p.name)), default=-1
-        )
+        ranks = ranks_of(self.processes)
         found, nbytes, kept, kept_bytes = [], 0, 0, 0
         for row in self.ctl.rows(names, _ordered(births, slots, None, largest=False)):
             if _is_kept(row, ranks) and row["owner"] not in gone and not gone.intersection(row["held_by"]):

@@ -25,6 +25,12 @@ _RANK = re.compile(r"trainer:(\d+)")  # of a run: its orchestrator ships to the 
 _NAMED = re.compile(r"(?:trainer:|rank[ :_-]?)(\d+)$")
 
 
+def ranks_of(processes: dict[int, table.Process]) -> int:
+    """How many ranks of a run are known by their titles."""
+    found = [match for one in processes.values() if (match := _RANK.fullmatch(one.name))]
+    return max((1 + rank for match in found if (rank := int(match[1])) < MOST), default=0)
+
+
 class Missing(NamedTuple):
     """`left` readers are to come, and all of them are among `readers`: (index, "name (pid)" or None).
 
@@ -39,8 +45,7 @@ class Readers:
     """The readers of one arena, as far as they are known now."""
 
     def __init__(self, ctl: Ctl, processes: dict[int, table.Process]) -> None:
-        found = [match for one in processes.values() if (match := _RANK.fullmatch(one.name))]
-        self.ranks = max((1 + rank for match in found if (rank := int(match[1])) < MOST), default=0)
+        self.ranks = ranks_of(processes)
         self._names = table.names(processes).processes
         self._known = _who_was_done(ctl, processes) | _by_title(processes)
 
